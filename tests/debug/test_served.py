@@ -94,6 +94,6 @@ def test_the_command(tmp_path: Path) -> None:
     # Its own reports are replaced; other files are not, unless it is told to.
     assert CliRunner().invoke(app, [*command, *arguments, *files]).exit_code == 0
     (tmp_path / "a.json").write_text("{}")
-    assert CliRunner().invoke(app, [*command, *arguments, *files]).exit_code == 1
+    assert CliRunner().invoke(app, [*command, *arguments, *files]).exit_code == 2
     again = CliRunner().invoke(app, [*command, *arguments, *files, "--force"])
     assert again.exit_code == 0, again.output

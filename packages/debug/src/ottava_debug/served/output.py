@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from rich.table import Table
@@ -47,14 +48,9 @@ def sentences(comparison: ServedComparison, rows: int) -> Iterator[str]:
     others = len(comparison.layers) - rows
     if others > 0:
         yield f"{others} more layers are not shown: --rows shows more, --html and --json all."
-    kinds = dict.fromkeys((layer.trainer, layer.server) for layer in comparison.layers)
-    for trainer, server in kinds:
-        names = [
-            layer.name
-            for layer in comparison.layers
-            if (layer.trainer, layer.server) == (trainer, server)
-        ]
-        yield f"{len(names)} layers train under {trainer} and are served as {server}."
+    kinds = Counter((layer.trainer, layer.server) for layer in comparison.layers)
+    for (trainer, server), count in kinds.items():
+        yield f"Layers that train under {trainer} and are served as {server}: {count}."
     first, worst = comparison.first, comparison.worst
     if first is None or worst is None:
         yield "Trainer and server compute the same: no output differs for the same input."

@@ -1,0 +1,325 @@
+"""Models in published formats: names, bytes, files and refusals, read with nothing but
+safetensors and the definition of each format."""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import ottava
+import ottava_integrations.writing as writing
+from ottava.cli.main import app
+from ottava.errors import OptionError, UsageError
+from ottava_integrations import (
+    ServedRecipe,
+    check_export,
+    export_model,
+    iter_exported,
+    load_quantized,
+)
+from ottava_integrations.formats import FORMATS, companions_of, published_tensors, scheme_of
+
+#: The largest magnitudes of inputs, for formats with constant scales of them.
+AMAXES = {"up": 3.0, "down": 5.0}
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """An embedding, two layers, a norm, and a head that is tied to the embedding."""
+    torch.manual_seed(0)
+    layers: dict[str, torch.nn.Module] = {
+        "embed": torch.nn.Embedding(32, 128),
+        "up": torch.nn.Linear(128, 256),
+        "norm": torch.nn.LayerNorm(256),
+        "down": torch.nn.Linear(256, 128, bias=False),
+        "lm_head": torch.nn.Linear(128, 32, bias=False),
+    }
+    made = torch.nn.Sequential(OrderedDict(layers)).to(dtype)
+    with torch.no_grad():
+        # Rows of different magnitudes.
+        made.up.weight.mul_(torch.exp(torch.randn(256, 1)))
+    made.lm_head.weight = made.embed.weight
+    return made
+
+
+def amaxes_for(format: str) -> dict[str, float] | None:
+    return AMAXES if format == "modelopt-fp8" else None
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    as_bytes = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_tensors_of_a_format(format: str) -> None:
+    net = model()
+    tensors = dict(iter_exported(net, format, input_amaxes=amaxes_for(format)))
+    scheme = scheme_of(format)
+    for name in ("up", "down"):
+        quantizer = scheme.exports_as.make().quantizer("weight")
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        weight = quantizer(net.get_submodule(name).weight.detach())
+        for suffix, expected in published_tensors(weight, scheme, torch.bfloat16).items():
+            assert same(tensors.pop(f"{name}.{suffix}"), expected), (name, suffix)
+    if format == "modelopt-fp8":
+        # amax / 448, in float32
+        assert float(tensors.pop("up.input_scale")) == pytest.approx(3 / 448, rel=1e-7)
+        assert float(tensors.pop("down.input_scale")) == pytest.approx(5 / 448, rel=1e-7)
+    # The tied weight comes once, and what is not linear as it is.
+    assert sorted(tensors) == ["embed.weight", "norm.bias", "norm.weight", "up.bias"]
+    assert same(tensors["embed.weight"], net.embed.weight)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_kept_weights_leave_with_their_bytes(format: str) -> None:
+    scheme = scheme_of(format)
+    net = ottava.convert(model(), scheme.exports_as.make(), exclude="lm_head", primary=True)
+    with torch.no_grad():
+        # Values that no quantizer would make of the dequantized ones.
+        net.up.weight.mul_(1.3)
+    kept = published_tensors(net.up.weight, scheme, torch.bfloat16)
+    tensors = dict(iter_exported(net, format, input_amaxes=amaxes_for(format)))
+    for suffix, expected in kept.items():
+        assert same(tensors[f"up.{suffix}"], expected)
+
+
+def test_which_weights_are_quantized() -> None:
+    def quantized(net: torch.nn.Module, **options: Any) -> set[str]:
+        tensors = iter_exported(net, "fp8", **options)
+        return {name.rpartition(".")[0] for name, _ in tensors if name.endswith("scale_inv")}
+
+    assert quantized(model()) == {"up", "down"}
+    assert quantized(model(), include="up") == {"up"}
+    assert quantized(model(), exclude="up") == {"down"}
+    converted = ottava.convert(model(), "blockwise", include="down")
+    assert quantized(converted) == {"down"}
+    # The weight of the head is the embedding's.
+    with pytest.raises(OptionError, match="no layer of the model would be quantized") as error:
+        quantized(model(), include="lm_head")
+    assert "up: it is not selected" in str(error.value)
+
+
+def test_the_recipe_of_a_layer_or_of_the_call_quantizes() -> None:
+    def scales(net: torch.nn.Module, format: str, **options: Any) -> torch.Tensor:
+        return dict(iter_exported(net, format, **options))["up.weight_scale"]
+
+    served = ottava.convert(model(), ServedRecipe("mxfp8-quantized"), include="up")
+    floor = ottava.get_recipe("mxfp8", scale_rounding="floor")
+    bound = ottava.convert(model(), floor, include="up")
+    plain = scales(model(), "mxfp8-quantized")
+    assert same(scales(served, "mxfp8-quantized"), plain)
+    by_layer, by_call = (
+        scales(bound, "mxfp8-quantized"),
+        scales(model(), "mxfp8-quantized", recipe=floor),
+    )
+    assert same(by_layer, by_call)
+    assert not torch.equal(by_layer, plain)
+
+
+#: A recipe that layers have, a format, and what of the error.
+REFUSED = (
+    ("mxfp8", "fp8", "block is 1 x 32"),
+    ("current", "float-quantized", "a scale is"),
+    ("mx", "nvfp4-pack-quantized", "second_level is none"),
+)
+
+
+@pytest.mark.parametrize("primary", [False, True])
+@pytest.mark.parametrize(("recipe", "format", "words"), REFUSED)
+def test_all_weights_that_a_format_cannot_hold_are_named(
+    recipe: str, format: str, words: str, primary: bool, tmp_path: Path
+) -> None:
+    net = ottava.convert(model(), recipe, exclude="lm_head", primary=primary)
+    with pytest.raises(OptionError, match="1 other weights are refused") as error:
+        export_model(net, tmp_path / "out", format)
+    assert words in str(error.value)
+    assert "quantize the weight by ottava.get_recipe(" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="format 'gguf'"):
+        iter_exported(model(), "gguf")
+    with pytest.raises(OptionError, match="input of 'up' is not known"):
+        iter_exported(model(), "modelopt-fp8")
+    with pytest.raises(OptionError, match="input of 'up' is not known"):
+        iter_exported(model(), "nvfp4-pack-quantized", activations="group")
+    with pytest.raises(OptionError, match="activations 'group' of fp8"):
+        iter_exported(model(), "fp8", activations="group")
+    with pytest.raises(OptionError, match="max_shard_size is 0"):
+        export_model(model(), tmp_path / "out", "fp8", max_shard_size=0)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="exists"):
+        export_model(model(), tmp_path / "out", "fp8")
+
+
+#: A format, options, and parts of the configuration.
+CONFIGURATIONS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("fp8", {}, {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "float"}),
+    ("fp8-ue8m0", {}, {"scale_fmt": "ue8m0"}),
+    ("float-quantized", {}, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    ("nvfp4-pack-quantized", {}, {"format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}),
+    ("modelopt-nvfp4", {}, {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}),
+    (
+        "modelopt-nvfp4",
+        {"activations": "group", "input_amaxes": AMAXES},
+        {"quant_algo": "NVFP4", "group_size": 16},
+    ),
+)
+
+
+@pytest.mark.parametrize(("format", "options", "parts"), CONFIGURATIONS)
+def test_the_configuration(
+    format: str, options: dict[str, Any], parts: dict[str, Any], tmp_path: Path
+) -> None:
+    net = model()
+    net.lm_head = torch.nn.Linear(128, 32, bias=False).bfloat16()
+    export_model(net, tmp_path / "out", format, config={"model_type": "own"}, **options)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "own"
+    found = config["quantization_config"]
+    assert {name: found[name] for name in parts} == parts
+    if format.startswith("modelopt"):
+        other = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+        assert other["quantization"]["exclude_modules"] == ["lm_head"]
+
+
+def test_groups_of_compressed_tensors() -> None:
+    from ottava_integrations.formats.configurations import quantization_config
+
+    layers = {"a": scheme_of("float-quantized"), "b": scheme_of("float-quantized", "block")}
+    groups = quantization_config(layers, [], "token", False)["config_groups"]
+    first, second = groups.values()
+    assert (first["targets"], second["targets"]) == (["a"], ["b"])
+    assert first["weights"]["strategy"] == "channel"
+    assert second["weights"]["block_structure"] == [128, 128]
+    assert first["input_activations"]["strategy"] == "token"
+    assert first["input_activations"]["dynamic"] is True
+
+
+def test_shards_their_index_and_contracts(tmp_path: Path) -> None:
+    report = export_model(model(), tmp_path / "out", "fp8", max_shard_size=40_000)
+    whole = export_model(model(), tmp_path / "whole", "fp8")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")]
+    assert index["metadata"]["total_size"] == report.nbytes == whole.nbytes
+    one = load_file(tmp_path / "whole" / "model.safetensors")
+    contracts: set[str] = set()
+    for file in files:
+        tensors = load_file(tmp_path / "out" / file)
+        assert {index["weight_map"][name] for name in tensors} == {file}
+        for name, tensor in tensors.items():
+            assert same(tensor, one.pop(name))
+        with safe_open(tmp_path / "out" / file, "pt") as opened:
+            contracts |= set(json.loads(opened.metadata().get("ottava.contracts", "{}")))
+    assert not one
+    assert contracts == {layer.citation for layer in report.layers.values()}
+    assert all(citation.startswith("ottava:blockwise/") for citation in contracts)
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_export_that_is_interrupted_leaves_nothing(
+    fault: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+
+    def save_two(tensors: Any, path: Path, texts: Any) -> None:
+        if len(written) == 2:
+            raise fault
+        written.append(path)
+        path.write_bytes(b"part")
+
+    export_model(model(), tmp_path / "former", "fp8")
+    former = (tmp_path / "former" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(writing, "save_file", save_two)
+    expected: type[BaseException] = type(fault)
+    if isinstance(fault, OSError):
+        expected = UsageError
+    for place in ("out", "former"):
+        written.clear()
+        with pytest.raises(expected):
+            export_model(model(), tmp_path / place, "fp8", max_shard_size=9, force=True)
+        assert len(written) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["former"]
+    assert (tmp_path / "former" / "model.safetensors").read_bytes() == former
+
+
+def test_companions_are_written_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"activations": "group", "input_amaxes": AMAXES}
+    export_model(model(), tmp_path / "out", "nvfp4-pack-quantized", **options)
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    # A global scale that is the quotient of no amax.
+    level = tensors["up.weight_global_scale"]
+    tensors["up.weight_global_scale"] = torch.nextafter(level * 1.1, level)
+    writing.save_file(tensors, path, {"format": "pt"})
+    net = model()
+    load_quantized(net, tmp_path / "out")
+    assert companions_of(net.up) is not None
+    again = dict(iter_exported(net, "nvfp4-pack-quantized"))
+    # Parameters of the files, in any order.
+    assert sorted(again) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert same(again[name], tensor), name
+
+
+def test_readers_find_the_values_of_modelopt(tmp_path: Path) -> None:
+    for format in ("modelopt-fp8", "modelopt-nvfp4"):
+        net = model()
+        export_model(net, tmp_path / format, format, input_amaxes=amaxes_for(format))
+        check = check_export(net, tmp_path / format)
+        assert (check.reader, check.weights) == ("formula", 2)
+        assert check.is_equal
+        with torch.no_grad():
+            net.up.weight[3, 5] = 9.0
+            net.norm.bias[0] = 1.0
+        check = check_export(net, tmp_path / format)
+        assert set(check.different) == {"up"}
+        assert check.others == ("norm.bias",)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source, out = tmp_path / "model.safetensors", tmp_path / "out"
+    net = model()
+    net.lm_head = torch.nn.Linear(128, 32, bias=False).bfloat16()
+    ottava.checkpoint.save_model(net, source)
+
+    def run(*arguments: object) -> Any:
+        return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+    done = run(source, out, "--to", "mxfp4-pack-quantized")
+    assert done.exit_code == 0, done.output
+    assert "Exported to mxfp4-pack-quantized" in done.output
+    # Without a model, names say what is linear, and what is an embedding or a head.
+    tensors = load_file(out / "model.safetensors")
+    assert sorted(name for name in tensors if "packed" in name) == [
+        "down.weight_packed",
+        "up.weight_packed",
+    ]
+    assert tensors["embed.weight"].dtype == tensors["lm_head.weight"].dtype == torch.bfloat16
+    by_model = run(source, tmp_path / "b", "--to", "fp8", "--model", f"{__name__}:model")
+    assert by_model.exit_code == 0, by_model.output
+    amaxes = tmp_path / "amaxes.json"
+    amaxes.write_text(json.dumps(AMAXES))
+    options = ("--to", "modelopt-fp8", "--input-amaxes", amaxes, "--verify")
+    checked = run(source, tmp_path / "c", *options)
+    assert checked.exit_code == 0, checked.output
+    assert "formula decodes 2 of 2 weights to the same values" in checked.output
+    for arguments, words in (
+        ((source, out, "--to", "fp8"), "--force replaces it"),
+        ((source, tmp_path / "d"), "neither --to nor --recipe"),
+        ((source, tmp_path / "d", "--to", "gguf"), "format 'gguf'"),
+        ((source, tmp_path / "d", "--recipe", "bf16", "--verify"), "--verify without --to"),
+        ((source, tmp_path / "d", "--to", "modelopt-fp8"), "input_amaxes"),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2, refused.output
+        assert words in refused.output
+    assert not (tmp_path / "d").exists()
