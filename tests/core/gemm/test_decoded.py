@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ottava import GridQuantizer, Layout, kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.gemm import LayerProduct, gemm, multiply
-from ottava.gemm import scratch as memory
 from ottava.kernels import products, use_backend
 from ottava.kernels.products import scaled_mm
 from ottava.tensors import columnwise_layout
@@ -178,25 +177,6 @@ def test_where_products_give_float32_sums_every_result_is_rounded_once(
             assert float32_sums == [(BF16, F32), "epilogue"]
 
 
-def test_where_products_give_float32_sums_torch_adds_the_bias_that_it_can(
-    float32_sums: list[Any],
-) -> None:
-    """One of the result's own dtype, where there is no scale to apply before."""
-    a, b, bias = torch.randn(5, 6).bfloat16(), torch.randn(7, 6).bfloat16(), torch.randn(7)
-    sums = [(BF16, F32), "epilogue"]
-    asked: list[tuple[torch.dtype, Any, list[Any]]] = [
-        (BF16, None, [(BF16,)]),
-        (F32, None, [(BF16, F32)]),
-        (BF16, bias.bfloat16(), [(BF16, "bias")]),
-        (BF16, bias, sums),
-        (F32, bias, sums),
-    ]
-    for dtype, given, expected in asked:
-        float32_sums.clear()
-        check(gemm(a, b, out_dtype=dtype, bias=given), a, b, "fprop", bias=given)
-        assert float32_sums == expected
-
-
 def test_operands_of_any_form_mix(quantizer: Any) -> None:
     """Of a plain tensor, and of a quantizer whose user defined the product."""
 
@@ -354,13 +334,6 @@ def test_results_outlive_the_memory_of_operands_and_threads_have_their_own() -> 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(repeated, range(4)))
     assert all(torch.equal(result, repeated(seed)) for seed, result in enumerate(found))
-
-
-def test_the_memory_of_large_operands_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.Scratch, "LARGEST", 10_000)
-    monkeypatch.setattr(memory, "scratch", memory.Scratch())
-    gemm(coded((16, 64), 0), coded((200, 64), 1))
-    assert 0 < max(buffer.numel() for buffer in memory.scratch.buffers) <= 1 << 14
 
 
 # -- which product a CPU has --

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from ottava import Layout, prepare_for_saving, restore_from_saved
+from ottava import prepare_for_saving, restore_from_saved
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from tests.cases import told
 from tests.comparing import assert_same
@@ -152,37 +151,6 @@ def test_quantizing_into_a_destination_keeps_its_buffers_usages_and_dtype(name: 
         for flag in (torch.ones(1), torch.ones(()), torch.ones(1, 1)):
             out.quantize_(wide(40, 70, seed=3), noop_flag=flag)
             assert_same(inner(out), expected)
-
-
-def bytes_of(layout: Layout, shape: tuple[int, ...], columnwise: bool) -> int:
-    """Those of the data, the scales and the amaxes of one direction."""
-    amax_shape = layout.amax_shape(shape, columnwise)
-    scales = math.prod(layout.scale_shape(shape, columnwise)) * layout.stored_scale.itemsize
-    amaxes = 0 if amax_shape is None else math.prod(amax_shape) * torch.float32.itemsize
-    return math.prod(layout.data_shape(shape, columnwise)) + scales + amaxes
-
-
-@EACH
-def test_metadata_sizes_and_bytes(name: str) -> None:
-    layout = QUANTIZERS[name].layout
-    for usages, internal in itertools.product(USAGES, (False, True)):
-        for shape in ((), (0, 7), (2, 31, 65)):
-            q = quantizer(name, usages, internal=internal)(wide(*shape, dtype=torch.float16))
-            assert tuple(q.size()) == tuple(q.shape) == shape
-            assert [q.size(dim) for dim in range(len(shape))] == list(shape)
-            assert q.numel() == wide(*shape).numel()
-            assert q.device == torch.device("cpu")
-            expected = sum(
-                bytes_of(layout, shape, bool(columnwise))
-                for columnwise, is_held in enumerate(USAGES[usages])
-                if is_held and not (layout.one_buffer and columnwise and usages == "both")
-            )
-            assert q.nbytes == expected
-            again = type(q)(**q.get_metadata())
-            assert again.dtype == torch.float16
-            for mine, theirs in zip(again.inner_list(), q.inner_list(), strict=True):
-                assert mine is theirs or mine.data_ptr() == theirs.data_ptr()
-            assert again._quantizer is q._quantizer
 
 
 def test_storages_and_tensors_are_saved_in_any_order() -> None:
