@@ -75,7 +75,8 @@ def test_a_product_is_that_of_the_decoded_operands(name: str, kind: str) -> None
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_operands_of_any_two_layouts(kind: str) -> None:
     """And one in high precision: a scale of another layout is applied once."""
-    rows, columns = SHAPES[kind](40, 24, 36)
+    # Of an odd number of elements that share bytes one operand has a zero more.
+    rows, columns = SHAPES[kind](41, 25, 35)
     for number, (one, two) in enumerate(itertools.pairwise([*QUANTIZERS, "mxfp8"])):
         with told(one, two):
             a, b = QUANTIZERS[one](wide(*rows)), QUANTIZERS[two](wide(*columns, seed=1))
