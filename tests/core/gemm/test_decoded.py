@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ottava import GridQuantizer, Layout, kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.gemm import LayerProduct, gemm, multiply
+from ottava.gemm import scratch as memory
 from ottava.kernels import products
 from ottava.kernels.products import scaled_mm
 from tests.cases import told
@@ -290,6 +291,13 @@ def test_results_outlive_the_memory_of_operands_and_threads_have_their_own() -> 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(repeated, range(4)))
     assert all(torch.equal(result, repeated(seed)) for seed, result in enumerate(found))
+
+
+def test_the_memory_of_large_operands_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.Scratch, "LARGEST", 10_000)
+    monkeypatch.setattr(memory, "scratch", memory.Scratch())
+    gemm(coded((16, 64), 0), coded((200, 64), 1))
+    assert 0 < max(buffer.numel() for buffer in memory.scratch.buffers) <= 1 << 14
 
 
 # -- which product a CPU has --

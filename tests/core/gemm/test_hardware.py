@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ottava
 from ottava import Layout
 from ottava.gemm import gemm, operators
+from ottava.kernels import products
 from ottava.tensors import Float8TensorStorage, columnwise_layout
 from tests.choosing import scaled_products
 from tests.comparing import assert_same
@@ -225,6 +227,21 @@ def test_compiled_products_equal_eager_ones(cpu_library: Library) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         assert_same(compiled(pairs, biases), run(pairs, biases), note=kinds)
+
+
+@pytest.mark.xdist_group("compiler")
+def test_a_devices_capability_is_a_constant_of_compiled_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "_capabilities", {0: 90})
+
+    def choose(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if products.capability_of_index(0) >= 89 else x - 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
+    assert products.capability(torch.zeros(1)) == 0
 
 
 def test_tensors_without_memory_have_shapes(gpu: Library) -> None:

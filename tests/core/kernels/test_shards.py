@@ -257,3 +257,12 @@ def test_sizes_beyond_the_caches(on_every_isa: Callable[..., None]) -> None:
             assert all(is_alone(out) for own in outs for out in own)
 
     on_every_isa(run)
+
+
+def test_nothing(code_path: str) -> None:
+    assert kernels.grid_multi_amax([], [], [], [], []).shape == (0,)
+    kernels.grid_multi_cast([], [], [], [], [], [], [])
+    one = ([torch.ones(4)], [torch.float32], [(2, 3)], [1], [LAYOUTS["mxfp8"]])
+    kernels.grid_multi_cast(*one, [None], [None])
+    empty = ([torch.empty(0)], [torch.float32], [(2, 3)], [4], [LAYOUTS["mxfp8"]])
+    assert kernels.grid_multi_amax(*empty).tolist() == [0.0] * 5

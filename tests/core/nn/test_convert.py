@@ -315,6 +315,8 @@ def test_it_says_nothing_of_what_is_excluded(recipe: Any) -> None:
         model = linears(body=(8, 8), head=(8, 64))
         assert not warnings_of(model, recipe, exclude=exclude)
         assert names_of(model) == {"body"}
+    # What is excluded stays so where a later conversion does not name it.
+    assert not warnings_of(model, type(recipe)(), include=["body"])
     # A pattern names modules of any class, here one with a weight of products.
     model["rest"] = torch.nn.Conv2d(8, 64, 3)
     assert not warnings_of(model, recipe, exclude=["head", "rest"])

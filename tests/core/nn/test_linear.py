@@ -27,7 +27,7 @@ from ottava.errors import (
     ShapeError,
     UsageError,
 )
-from ottava.nn import Linear
+from ottava.nn import Linear, plan
 from ottava.tensors import columnwise_layout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -82,6 +82,19 @@ def test_a_loss_that_is_kept_holds_no_quantized_weight(recipe: Any) -> None:
     assert data() is not None
     layer.half()
     assert data() is None, loss
+
+
+def test_sizes_that_never_repeat_make_no_more_plans_than_the_limit(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "LIMIT", 3)
+    layer = layer_of(recipe)
+    inputs = [torch.randn(rows, 7) for rows in (1, 2, 3, 4, 5, 6, 1)]
+    with torch.no_grad():
+        outputs = [layer(x) for x in inputs]
+        assert 0 < len(layer._binding.plans) <= 3
+        for x, y in zip(inputs, outputs, strict=True):
+            assert torch.equal(y, layer_of(recipe)(x))
 
 
 # -- regions --

@@ -157,6 +157,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "no dtype": (lambda: RowStorage(**parts(2, 4)), OptionError, "was given no 'dtype'.*codes"),
     "no data": (lambda: RowTensor(dtype=torch.float32), UsageError, "RowTensor needs"),
     "no size": (lambda: RowStorage(dtype=torch.float32).size(), UsageError, "holds no data"),
+    "no size of nothing": (lambda: QuantizedTensorStorage().size(), UsageError, "holds no data"),
     "no device": (lambda: QuantizedTensorStorage().device, UsageError, "holds no data"),
     "no values": (
         lambda: Graded(bytes=None, dtype=torch.float32).dequantize(),
