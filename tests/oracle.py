@@ -212,15 +212,6 @@ def random_word(place: int, seed: int, *, second_stream: bool) -> int:
 # -- rotation --
 
 
-def hadamard(size: int) -> list[list[int]]:
-    """Sylvester's matrix: of one entry 1, then each time ``[[H, H], [H, -H]]``."""
-    if size == 1:
-        return [[1]]
-    half = hadamard(size // 2)
-    upper = [row + row for row in half]
-    return upper + [row + [-entry for entry in row] for row in half]
-
-
 def signs_of(bits: int, size: int) -> list[int]:
     """The signs of a group; minus where a bit is set."""
     return [-1 if bits >> number & 1 else 1 for number in range(size)]

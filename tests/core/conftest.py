@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ ISAS: list[str] = list(_cpu.available_isas()) if _cpu is not None else ["cpu"]
 # What a build for x86 has; one for another processor has less.
 X86_ISAS = ["avx512", "avx2"]
 PATHS = ["reference", *ISAS, "grid"]
+#: Orders of the threads and blocks of the CUDA kernels, by turns; a number seeds a shuffle.
+ORDERS = itertools.cycle(["ascending", "descending", "7"])
 
 
 def pytest_report_header() -> str:
@@ -55,7 +58,8 @@ def running(path: str) -> Iterator[None]:
             yield
         return
     if path == "grid":
-        with serving_cpu():
+        with pytest.MonkeyPatch.context() as patch, serving_cpu():
+            patch.setenv("OTTAVA_GRID_ORDER", next(ORDERS))
             yield
         return
     assert _cpu is not None, "the compiled module is missing"

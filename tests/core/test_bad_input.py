@@ -18,6 +18,7 @@ from ottava.errors import (
     OttavaError,
     ShapeError,
 )
+from ottava.kernels import for_layers
 from tests.cases import told
 
 Cases = dict[str, tuple[type[OttavaError], Callable[[], Any]]]
@@ -44,6 +45,19 @@ def decode_four(amax: Any) -> Any:
 
 def decode(data: Any = DATA, scales: Any = SCALES, **options: Any) -> Any:
     return kernels.grid_decode(data, scales, MX, options.pop("dtype", torch.float32), **options)
+
+
+def update(scales: Any = None, histories: Any = None, maxima: Any = None, **options: Any) -> Any:
+    return kernels.update_scales(
+        [torch.ones(3)] if scales is None else scales,
+        [torch.ones(2, 3)] if histories is None else histories,
+        [448.0] * 3 if maxima is None else maxima,
+        **options,
+    )
+
+
+def cast_of_layer(scale: Any = ONE, amax: Any = None, saturated: Any = None) -> Any:
+    return for_layers.cast(X, scale, amax, saturated, E4M3, True, False)
 
 
 KERNELS: Cases = {
@@ -109,6 +123,23 @@ KERNELS: Cases = {
     "an amax of a level elsewhere": (DeviceError, lambda: decode_four(amax=ONE.to("meta"))),
     "shared bytes without dimensions": (
         ShapeError, lambda: kernels.grid_decode(DATA[0, 0], SCALES[:1], FOUR, torch.float32)),
+    "updates with too few maxima": (ShapeError, lambda: update(maxima=[448.0])),
+    "updates without a history": (ShapeError, lambda: update(histories=[])),
+    "a history of one dimension": (ShapeError, lambda: update(histories=[torch.ones(3)])),
+    "a history without rows": (ShapeError, lambda: update(histories=[torch.ones(0, 3)])),
+    "a history of other slots": (ShapeError, lambda: update(histories=[torch.ones(2, 4)])),
+    "strided scales": (ShapeError, lambda: update(scales=[torch.ones(6)[::2]])),
+    "wide scales": (DTypeError, lambda: update(scales=[torch.ones(3).double()])),
+    "updates elsewhere": (DeviceError, lambda: update(scales=[torch.ones(3, device="meta")])),
+    "too few last amaxes": (ShapeError, lambda: update(last=torch.ones(2))),
+    "a layer's wide scale": (DTypeError, lambda: cast_of_layer(ONE.double())),
+    "a layer's two scales": (ShapeError, lambda: cast_of_layer(torch.ones(2))),
+    "a layer's scale elsewhere": (DeviceError, lambda: cast_of_layer(ONE.to("meta"))),
+    "a layer's narrow amax": (DTypeError, lambda: cast_of_layer(amax=ONE.half())),
+    "a layer's empty amax": (ShapeError, lambda: cast_of_layer(amax=torch.ones(0))),
+    "a layer's amax elsewhere": (DeviceError, lambda: cast_of_layer(amax=ONE.to("meta"))),
+    "a layer's narrow counter": (DTypeError, lambda: cast_of_layer(ONE, ONE, SEED.int())),
+    "a layer's three counters": (ShapeError, lambda: cast_of_layer(ONE, ONE, SEED.repeat(3))),
     "a backend that is no name": (BackendError, lambda: kernels.use_backend([]).__enter__()),  # type: ignore[arg-type]
     "an unknown backend": (BackendError, lambda: kernels.use_backend("gpu").__enter__()),
 }  # fmt: skip

@@ -80,7 +80,10 @@ def expanded(names: set[str]) -> set[str]:
 
 def test_each_field_of_a_layout_is_a_field_of_the_contract() -> None:
     for layout, changes, names in DIFFERENCES:
-        one, other = map(Contract.of_layout, (layout, replace(layout, **changes)))
+        changed_layout = replace(layout, **changes)
+        assert changed_layout != layout
+        assert changed_layout.text != layout.text
+        one, other = map(Contract.of_layout, (layout, changed_layout))
         assert set(one.differences(other)) == expanded(names), changes
         assert one.hash != other.hash
     changed = {name for _, changes, _ in DIFFERENCES for name in changes}

@@ -184,7 +184,7 @@ def test_fake_quantize_is_the_layout_of_the_recipe(name: str) -> None:
             data, scale_inv, *_ = quantize(x, layout)
             expected = decode(data, scale_inv, layout, columnwise=False, dtype=dtype)
         else:
-            # The oracle judges the layouts of fewer bits (tests/core/layouts/test_levels_bytes.py).
+            # The oracle judges the layouts of fewer bits (tests/core/kernels/test_levels.py).
             expected = quantizer(x).dequantize()
         assert torch.equal(fake_quantize(x, name), expected)
         out = torch.full_like(x, 7.0)

@@ -130,7 +130,7 @@ def test_a_transpose_follows_the_bytes(quantizer: Any) -> None:
         alias = weight.detach()
         cast_master_weights_to_fp8([weight], [torch.randn(4, 6)])
         assert weight._transpose is alias._transpose is None
-        post_all_gather_processing([weight])
+        post_all_gather_processing([weight, torch.ones(2)])
         assert_same(weight._transpose, weight._data.t())
 
 

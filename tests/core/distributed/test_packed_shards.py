@@ -15,29 +15,23 @@ from ottava.errors import ShapeError, UsageError
 from ottava.kernels import fixed_seed
 from ottava.layout import Rotation
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import LEVELS, assert_directions
+from tests.core.layouts.layouts import LEVELS, SIGNS, assert_directions
 from tests.ranks import on_ranks
 from tests.samples import wide
 
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-SIGNS = 0b1101011111101000
 LAYOUTS = {
-    "nvfp4": Layout("E2M1", (1, 16), E4M3, columnwise="transposed", second_level="tensor"),
-    "mxfp4": Layout("E2M1", (1, 32), E8M0, "even", columnwise="transposed"),
+    "nvfp4": LEVELS["nvfp4"],
+    "mxfp4": LEVELS["mxfp4-even"],
     "int4": Layout("INT4", (1, 4), columnwise="transposed"),
-    "squares": Layout("E2M1", (16, 16), E4M3, columnwise="transposed", second_level="tensor"),
-    "rotated rows": Layout(
-        *("E2M1", (1, 16), E8M0, "even"),
-        columnwise="transposed",
-        rotation=Rotation(16, SIGNS, "both"),
+    "squares": LEVELS["nvfp4-squares"],
+    "rotated rows": replace(
+        LEVELS["mxfp4-even"], block=(1, 16), rotation=Rotation(16, SIGNS, "both")
     ),
-    "rotated bytes": Layout(
-        *("E2M3", (1, 32), E8M0, "even"),
-        columnwise="transposed",
-        rotation=Rotation(32, SIGNS, "rowwise"),
+    "rotated bytes": replace(
+        LEVELS["mxfp4-even"], element="E2M3", rotation=Rotation(32, SIGNS, "rowwise")
     ),
 }
-RANDOM = Layout("E2M1", (1, 32), E8M0, "even", columnwise="transposed", stochastic=True)
+RANDOM = replace(LEVELS["mxfp4-even"], stochastic=True)
 #: Layouts that round at random, of every kind: blocks of rows, squares, one scale, two levels, and
 #: rotations that pad rows.
 RANDOM_LAYOUTS = {name: layout for name, layout in LEVELS.items() if layout.stochastic}
@@ -152,15 +146,7 @@ def test_rows_are_rounded_at_their_place_in_the_whole(mesh: DeviceMesh, name: st
 
 @on_ranks(2)
 def test_reduced_amaxes_with_random_rounding(mesh: DeviceMesh) -> None:
-    layout = Layout(
-        *("E2M1", (1, 16), E4M3),
-        second_level="tensor",
-        **{
-            "columnwise": "transposed",
-            "stochastic": True,
-        },
-    )
-    quantizer = GridQuantizer(layout).for_shards(mesh.get_group())
+    quantizer = GridQuantizer(LEVELS["nvfp4-stochastic"]).for_shards(mesh.get_group())
     x = wide(8, 32, seed=dist.get_rank())
     with fixed_seed():
         q = quantizer(x)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from ottava import Layout, kernels
+from ottava.kernels import use_backend
 from ottava.layout import as_matrix_shape
 from ottava.tensors import Float8TensorStorage, PackedTensorStorage, QuantizedTensorStorage
 from ottava.tensors.grid import GridTensorStorage
 from tests import arrays
+from tests.choosing import cpu_products, scaled_products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -98,6 +101,22 @@ def _packed_values(x: PackedTensorStorage, columnwise: bool) -> torch.Tensor:
         matrix = matrix.t()
     rows, columns = layout.padded(as_matrix_shape(x.size()), columnwise)
     return matrix[:rows, :columns]
+
+
+#: How a CPU multiplies: what it is told to have, or torch's own product of FP8 operands.
+WAYS = ("reference", "fast bfloat16", "float32", "hardware")
+
+
+def chosen(way: str) -> AbstractContextManager[object]:
+    """Inside, a CPU multiplies in this way."""
+    if way == "reference":
+        return use_backend("reference")
+    stack = ExitStack()
+    stack.enter_context(use_backend("cpu"))
+    stack.enter_context(cpu_products(F32 if way == "float32" else BF16))
+    if way == "hardware":
+        stack.enter_context(scaled_products())
+    return stack
 
 
 class Case(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ottava import Layout, kernels
-from ottava.kernels import table
+from ottava.kernels import for_layers, table
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
 from tests.core.conftest import FP8_DTYPES
@@ -178,6 +178,26 @@ def test_bytes(code_path: str, name: str) -> None:
     for number, case in enumerate(cases(name)[::every]):
         shown = [tuple(a.shape) if isinstance(a, Tensor) else a for a in case.arguments]
         check(table.OPERATIONS[name], *case[:2], (number, shown), case.written)
+
+
+@pytest.mark.parametrize("name", ["quantize", "cast_amax"])
+def test_operands_of_layers(code_path: str, name: str) -> None:
+    """Data and scale of each direction that is asked for, which the compiled module allocates."""
+    run = for_layers.quantize if name == "quantize" else for_layers.cast
+    for case in cases(name)[:: 5 if code_path == "grid" else 1]:
+        arguments = [a.clone() if isinstance(a, Tensor) else a for a in case.arguments]
+        data, transpose, *others = case.expected
+        if data is None and transpose is None:
+            continue
+        inverse = others[-2 if name == "quantize" else -1]
+        assert inverse is not None
+        sides: list[Tensor | None] = []
+        for part in (data, transpose):
+            sides += [part, None if part is None else inverse.view(())]
+        made = [m if m is None or m.dim() else m.view(()) for m in run(*arguments)]
+        assert_same(made, sides, note=arguments)
+        for number, expected in case.written.items():
+            assert_same(arguments[number], expected)
 
 
 def test_any_strides(code_path: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava import kernels
-from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.kernels import for_layers
-from tests import arrays, samples
+from tests import samples
 from tests.comparing import assert_same
 from tests.core import forking
 from tests.core.kernels.test_grids import E4M3, LAYOUTS
@@ -228,53 +226,6 @@ def test_the_first_kernel_of_a_process_may_be_in_compiled_code() -> None:
 
 # -- operands of layers, whose results the compiled module allocates itself --
 
-SHAPES = [(), (1,), (0,), (0, 5), (3, 0), (5, 7), (64, 96), (2, 3, 40)]
-ASKED = [(True, False), (False, True), (True, True)]
-
-
-def operands() -> Iterator[tuple[Tensor, bool, bool]]:
-    cycle = itertools.cycle(samples.DTYPES)
-    for shape, (rowwise, columnwise) in itertools.product(SHAPES, ASKED):
-        x = samples.wide(*shape, dtype=next(cycle))
-        x.view(-1)[:3] = torch.tensor([math.nan, math.inf, -0.0])[: x.numel()]
-        yield x, rowwise, columnwise
-
-
-def check_sides(made: Any, data: Any, rowwise: bool, columnwise: bool, note: Any) -> None:
-    asked = (rowwise, rowwise, columnwise, columnwise)
-    assert all(side is None or side.is_contiguous() for side in made), note
-    assert_same(made, [part if a else None for part, a in zip(data, asked, strict=True)], note=note)
-
-
-def test_operands_of_layers(code_path: str, fmt: str) -> None:
-    fp8 = {"e4m3": E4M3, "e5m2": torch.float8_e5m2}[fmt]
-    layouts = [MX, LAYOUTS["128x128"], LAYOUTS["rows"], LAYOUTS["int8-8x64"]]
-    # On the CUDA kernels this is what a layer without the compiled module does.
-    for x, rowwise, columnwise in [*operands()][:: 4 if code_path == "grid" else 1]:
-        note = (tuple(x.shape), x.dtype, rowwise, columnwise)
-        for layout in layouts:
-            made = for_layers.grid_quantize(x, layout.text, rowwise, columnwise)
-            check_sides(made, arrays.quantize(x, layout), rowwise, columnwise, note)
-        if columnwise and not x.dim():
-            continue
-        data, transpose, _, scale_inv, _ = kernels.quantize(x, fp8, 0.0, True, transposed=x.dim())
-        sides = (data, scale_inv, transpose, scale_inv)
-        for same in (x, x.t().contiguous().t() if x.dim() == 2 else x):
-            made = for_layers.quantize(same, fp8, 0.0, True, rowwise, columnwise)
-            check_sides(made, sides, rowwise, columnwise, note)
-        scale, amax, count = scalar(3.0), scalar(2.0), torch.tensor(5)
-        own_amax, own_count = amax.clone(), count.clone()
-        data, transpose, scale_inv = kernels.cast_amax(
-            x, scale, amax, fp8, saturated=count, transposed=x.dim() > 0
-        )
-        sides = (data, scale_inv, transpose, scale_inv)
-        made = for_layers.cast(x, scale, own_amax, own_count, fp8, rowwise, columnwise)
-        check_sides(made, sides, rowwise, columnwise, note)
-        assert_same((own_amax, own_count, scale), (amax, count, scalar(3.0)), note=note)
-        # Without a place for the amax nothing is recorded.
-        made = for_layers.cast(x, scale, None, None, fp8, rowwise, columnwise)
-        check_sides(made, sides, rowwise, columnwise, note)
-
 
 def test_slots_of_a_layers_state(code_path: str) -> None:
     """Each slot has its scale, and its place in the first row of the history."""
@@ -295,29 +246,6 @@ def test_slots_of_a_layers_state(code_path: str) -> None:
             history[0, slot], counts[slot] = amax, count
         wanted = (torch.tensor(scales), history, counts)
         assert_same(tuple(state.values()), wanted, note=(slot, recording))
-
-
-ONE, COUNT = torch.ones(()), torch.zeros((), dtype=torch.int64)
-STATES: dict[str, tuple[Any, Any, Any, type[Exception]]] = {
-    "scale dtype": (ONE.double(), None, None, DTypeError),
-    "scale size": (torch.ones(2), None, None, ShapeError),
-    "scale device": (ONE.to("meta"), None, None, DeviceError),
-    "amax dtype": (ONE, ONE.half(), None, DTypeError),
-    "amax size": (ONE, torch.ones(0), None, ShapeError),
-    "amax device": (ONE, ONE.to("meta"), None, DeviceError),
-    "count dtype": (ONE, ONE, COUNT.int(), DTypeError),
-    "count size": (ONE, ONE, torch.ones(3, dtype=torch.int64), ShapeError),
-}
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_a_layers_state_that_does_not_fit(case: str) -> None:
-    scale, amax, count, error = STATES[case]
-    with pytest.raises(error):
-        for_layers.cast(values(), scale, amax, count, E4M3, True, False)
-    state = {"scale": torch.ones(3), "amax_history": torch.zeros(4, 1), "saturated": COUNT.view(1)}
-    with pytest.raises((IndexError, ShapeError)):
-        for_layers.cast_slot(values(), state, 1, True, E4M3, True, False)
 
 
 def test_results_are_tensors_like_others() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ottava import Layout, kernels
-from ottava.kernels import table
+from ottava.kernels import for_layers, table
 from ottava.kernels.compiled import is_native
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
@@ -36,6 +36,8 @@ LAYOUTS = {name: layout for name, layout in COMMON.items() if is_native(layout)}
     "3x5-in-squares": Layout(E4M3, (3, 5), shared=(15, 15), rounding="floor"),
     "1x1": Layout(E5M2, (1, 1), E8M0, "floor"),
     "300x3": Layout(E4M3, (300, 3), columnwise="transposed"),
+    "beyond": Layout(E4M3, (2**40, 2**40)),
+    "1xbeyond": Layout(E4M3, (1, 2**40)),
 }
 # One process of pytest tests a layout on all paths, and expects once.
 each_layout = pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def test_quantize(code_path: str, name: str) -> None:
         )
         arguments = (x, LAYOUTS[name].text, rowwise, columnwise)
         check(table.grid_quantize, arguments, expected, (name, tuple(x.shape), x.dtype))
+        assert_same(for_layers.grid_quantize(*arguments), expected, note=x.shape)
 
 
 @each_layout
@@ -177,54 +180,6 @@ def test_threads_and_sizes_beyond_the_caches(on_every_isa: Callable[..., None], 
     on_every_isa(run)
 
 
-def test_one_element_decides_wherever_it_is(code_path: str) -> None:
-    """Each thread's part of a block's amax counts, for the block of this element alone."""
-    x = torch.zeros(128, 128)
-    rows = torch.arange(128)
-    x[rows, (rows * 37 + 5) % 128] = torch.exp2(rows / 2 - 30)
-    for name in (
-        "1x128-E5M2-epsilon",
-        "128x128-own",
-        "rows",
-        "columns",
-        "mxfp8",
-        "mxfp8-squares",
-        "tensor",
-    ):
-        for source in (x, x.flip(0).bfloat16()):
-            parts = arrays.quantize(source, LAYOUTS[name])
-            assert_same(kernels.grid_quantize(source, LAYOUTS[name]), parts, note=name)
-
-
-def test_sizes_up_to_97(code_path: str) -> None:
-    """Many sizes, each once as a number of rows and once as a number of columns."""
-    names = itertools.cycle(["mxfp8", "1x128", "mx-squares-floor", "int8-8x64", "rows"])
-    for rows in share(list(range(1, 98, 2)), code_path):
-        name, dtype = next(names), samples.DTYPES[rows % 3]
-        x = samples.tiles(rows, rows * 37 % 97 + 1, dtype=dtype)
-        note = (name, tuple(x.shape))
-        assert_same(
-            kernels.grid_quantize(x, LAYOUTS[name]), arrays.quantize(x, LAYOUTS[name]), note=note
-        )
-
-
-def test_blocks_larger_than_the_tensor(code_path: str) -> None:
-    """They cost what a block of its size costs, and do not overflow."""
-    x, far = samples.tiles(5, 7), 2**40
-    for block, same in (((far, far), (None, None)), ((1, far), (1, None))):
-        large, whole = Layout(E4M3, block), Layout(E4M3, same)
-        parts = kernels.grid_quantize(x, whole)
-        assert_same(kernels.grid_quantize(x, large), parts)
-        for columnwise in (False, True):
-            values, expected = (
-                kernels.grid_decode(
-                    *parts[2 * columnwise :][:2], layout, torch.float32, columnwise=columnwise
-                )
-                for layout in (large, whole)
-            )
-            assert_same(values, expected)
-
-
 def test_by_hand(code_path: str) -> None:
     """Blocks whose bytes follow from the rules without an oracle."""
     nan, inf = math.nan, math.inf
@@ -248,22 +203,12 @@ def test_by_hand(code_path: str) -> None:
             assert bool((scales == 1.0).all())
 
 
-def gfloat_blocks() -> Iterator[np.ndarray[Any, Any]]:
-    """Finite blocks: of one magnitude, of many, with zeros, of powers of two, close below them."""
-    random = np.random.default_rng(5)
-    for number in range(60):
-        x = random.standard_normal(32) * np.exp(random.normal(0, (0.0, 2.0, 12.0)[number % 3]))
-        if number % 2:
-            x *= random.lognormal(0, 4, 32)
-        if number % 5 == 0:
-            x[random.random(32) < 0.4] = 0.0
-        if number % 7 == 0:
-            x = np.exp2(np.round(np.log2(np.abs(x) + 1e-3)))
-        x = x.astype(np.float32)
-        yield np.nextafter(x, np.float32(0)) if number % 11 == 0 else x
-    yield np.zeros(32, np.float32)
-    yield np.linspace(400, 511, 32, dtype=np.float32)
-    yield np.linspace(50000, 65535, 32, dtype=np.float32)
+def finite_blocks() -> np.ndarray[Any, Any]:
+    """Of many magnitudes, of powers of two and close below them, of zeros, and around maxima."""
+    x = samples.wide(30, 32, seed=5).numpy()
+    powers = np.exp2(np.round(np.log2(np.abs(x) + 1e-3)))
+    maxima = [np.linspace(start, end, 32) for start, end in ((0, 0), (400, 511), (5e4, 65535))]
+    return np.concatenate([x, powers, np.nextafter(powers, 0), np.float32(maxima)])
 
 
 #: The names of gfloat by ours.
@@ -287,7 +232,7 @@ def test_mx_blocks_are_those_of_gfloat(fmt: str, rounding: str) -> None:
     element = oracle.ELEMENTS[fmt].name
     layout = Layout(element, (1, 32), E8M0, rounding, columnwise="transposed")
     info = getattr(gfloat.formats, f"format_info_{GFLOAT[fmt]}")
-    blocks = np.stack(list(gfloat_blocks()))
+    blocks = finite_blocks()
     data, scales, _, _ = kernels.grid_quantize(torch.from_numpy(blocks), layout, columnwise=False)
     values = kernels.grid_decode(data, scales, layout, torch.float64).numpy()
     for block, mine, code in zip(blocks.astype(np.float64), values, scales.tolist(), strict=True):

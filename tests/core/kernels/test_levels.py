@@ -1,84 +1,63 @@
-"""Kernels for small elements, two levels of scales, rotation and choices, against the reference."""
+"""Small elements, two levels of scales, rotation, candidates and random rounding.
+
+Small matrices are compared with the scalar oracle, larger ones with the reference.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ottava import Layout
-from ottava.formats import ELEMENT_NAMES
+from ottava import Layout, kernels
 from ottava.kernels import reference, table
-from ottava.kernels.levels import decodes_levels, quantizes_levels
+from ottava.kernels.levels import quantizes_levels
 from ottava.layout import Rotation
-from tests import oracle, samples
+from tests import arrays, oracle, samples
+from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.conftest import on_each
+from tests.core.conftest import ISAS, Runs, on_each
+from tests.core.layouts.layouts import DTYPES, LEVELS, SIGNS
 from tests.core.placing import check, running_on
 
 Tensor = torch.Tensor
-Results = tuple[Tensor | None, ...]
-Runs = Callable[[Callable[[], object]], None]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-SIGNS = 0xA7E8
+on_every_cpu_path = on_each(["reference", *ISAS])
 
 
-def nvfp4(block: tuple[int, int] = (1, 16), second_level: str = "tensor", **options: Any) -> Layout:
-    return Layout(
-        "E2M1", block, E4M3, columnwise="transposed", second_level=second_level, **options
-    )
+def nvfp4(block: tuple[int, int] = (1, 16), **options: Any) -> Layout:
+    fields = {"second_level": "tensor", "columnwise": "transposed"} | options
+    return Layout("E2M1", block, E4M3, **fields)
 
 
 def mxfp4(rule: str = "floor", **options: Any) -> Layout:
     return Layout("E2M1", (1, 32), E8M0, rule, columnwise="transposed", **options)
 
 
-LAYOUTS: dict[str, Layout] = {
-    "nvfp4": nvfp4(),
-    "nvfp4-stochastic": nvfp4(stochastic=True),
-    "nvfp4-rotated": nvfp4(rotation=Rotation(16, SIGNS)),
-    "nvfp4-rotated-stochastic": nvfp4(rotation=Rotation(16, SIGNS), stochastic=True),
-    "nvfp4-16x16": nvfp4((16, 16)),
-    "nvfp4-24x16": nvfp4((24, 16)),
-    "nvfp4-4over6": nvfp4(candidates=(1.0, 1.5), bound=256.0),
-    "nvfp4-4over6-MSE": nvfp4(candidates=(1.0, 1.5), error="MSE"),
-    "nvfp4-16x16-stochastic": nvfp4((16, 16), stochastic=True),
-    "nvfp4-16x16-4over6": nvfp4((16, 16), candidates=(1.0, 1.5), bound=256.0),
-    "nvfp4-squares-MSE": nvfp4(shared=(16, 16), candidates=(1.0, 1.5, 0.7), error="MSE"),
-    "nvfp4-128x128-candidates": nvfp4((128, 128), candidates=(1.0, 1.5)),
-    "nvfp4-rows": nvfp4(second_level="row"),
-    "nvfp4-rows-rotated": nvfp4(
+#: Layouts that only kernels treat in another way than those of the common table: how blocks, groups
+#: of a rotation and the strips of a kernel lie to each other.
+LAYOUTS: dict[str, Layout] = {n: a for n, a in LEVELS.items() if quantizes_levels(a)} | {
+    "24x16": nvfp4((24, 16)),
+    "three-candidates-of-squares": nvfp4(shared=(16, 16), candidates=(1.0, 1.5, 0.7), error="MSE"),
+    "128x128-candidates": nvfp4((128, 128), candidates=(1.0, 1.5)),
+    "rows-rotated-128": nvfp4(
         second_level="row", rotation=Rotation(128, 0x123456789 << 90 | 0x12345, "both")
     ),
-    # An amax has every bit of the factor of a rotation.
-    "nvfp4-rows-rotated-32": nvfp4(second_level="row", rotation=Rotation(32, 0x12345678, "both")),
-    "ue5m3": Layout("E2M1", (1, 16), "UE5M3", columnwise="transposed"),
-    "ue5m3-tensor": Layout(
-        "E2M1", (1, 16), "UE5M3", columnwise="transposed", second_level="tensor"
-    ),
-    "mxfp4-up": mxfp4("up"),
-    "mxfp4-floor": mxfp4("floor"),
-    "mxfp4-even": mxfp4("even"),
-    "mxfp4-nearest": mxfp4("nearest"),
-    "mxfp4-rotated": mxfp4(stochastic=True, rotation=Rotation(32, 0x12345678, "both")),
-    "mxfp4-groups-in-blocks": mxfp4(rotation=Rotation(16, SIGNS, "rowwise")),
-    "mxfp4-blocks-in-groups": mxfp4(rotation=Rotation(64, 0x123412341235678, "both")),
-    "mxfp4-candidates": mxfp4(candidates=(1.0, 2.0, 0.5)),
-    "mxfp4-squares": mxfp4(shared=(32, 32)),
-    "mxfp4-squares-candidates": mxfp4("even", shared=(32, 32), candidates=(1.0, 0.5)),
-    "mxfp4-squares-64-stochastic": mxfp4(shared=(64, 64), stochastic=True),
-    "mxfp6-E2M3": Layout("E2M3", (1, 32), E8M0, "floor"),
-    "mxfp6-E3M2": Layout("E3M2", (1, 32), E8M0, "even", columnwise="transposed"),
-    "mxfp6-E3M2-stochastic": Layout("E3M2", (1, 32), E8M0, "nearest", stochastic=True),
-    "mxint8": Layout("MXINT8", (1, 32), E8M0, "floor"),
-    "mxint8-stochastic": Layout("MXINT8", (1, 32), E8M0, "even", stochastic=True),
-    "mxint8-symmetric": Layout("MXINT8S", (1, 32), E8M0, "nearest", columnwise="transposed"),
-    "int4": Layout("INT4", (1, 128), columnwise="transposed"),
-    "int4-stochastic": Layout(
+    "rotated-stochastic": mxfp4(stochastic=True, rotation=Rotation(32, 0x12345678, "both")),
+    "groups-in-blocks": mxfp4(rotation=Rotation(16, SIGNS, "rowwise")),
+    "blocks-in-groups": mxfp4(rotation=Rotation(64, 0x123412341235678, "both")),
+    "three-powers": mxfp4(candidates=(1.0, 2.0, 0.5)),
+    "squares-candidates": mxfp4("even", shared=(32, 32), candidates=(1.0, 0.5)),
+    "squares-64-stochastic": mxfp4(shared=(64, 64), stochastic=True),
+    "int4-2x32": Layout("INT4", (2, 32), columnwise="transposed"),
+    "int4-options": Layout(
         "INT4",
         (1, 32),
         columnwise="transposed",
@@ -87,44 +66,261 @@ LAYOUTS: dict[str, Layout] = {
         rounding="floor",
         finite_as="input",
     ),
-    "int4-2x32": Layout("INT4", (2, 32), columnwise="transposed"),
     "int8-32x32-candidates": Layout(
         torch.int8, (32, 32), candidates=(1.0, 1.25), rounding="floor", finite_as="input"
     ),
-    "e4m3-even": Layout(E4M3, (1, 32), E8M0, "even"),
-    "e5m2-stochastic": Layout(torch.float8_e5m2, (1, 32), E8M0, "up", stochastic=True),
-    "e4m3-two-levels": Layout(E4M3, (1, 64), E4M3, columnwise="own", second_level="tensor"),
-    "e3m2-8x16-candidates": Layout(
+    "E2M3-own": Layout("E2M3", (1, 32), E8M0, "floor"),
+    "E4M3-even": Layout(E4M3, (1, 32), E8M0, "even"),
+    "E5M2-stochastic": Layout(torch.float8_e5m2, (1, 32), E8M0, "up", stochastic=True),
+    "E4M3-levels-64": Layout(E4M3, (1, 64), E4M3, second_level="tensor"),
+    "E3M2-8x16-candidates": Layout(
         "E3M2", (8, 16), E4M3, second_level="tensor", candidates=(1.0, 1.5, 0.25)
     ),
 }
 each_layout = pytest.mark.parametrize("name", LAYOUTS)
-SHAPES = [(), (0,), (5,), (0, 5), (3, 0), (7, 1), (2, 3, 48), (16, 16), (17, 33), (33, 70)]
-SHAPES += [(64, 128), (129, 257), (150, 31)]
-ASKED = [(True, True), (True, True), (True, False), (False, True)]
+SEEDS = [0, 7, -1, 2**63 - 1, -(2**63)]
 #: Rows of a larger matrix, which random numbers depend on.
-FIRST_ROWS = [0, 1, 6, 2**40 + 3]
+FIRST_ROWS = [0, 1, 6, 2**33 + 5]
 
 
 def seed_of(layout: Layout, number: int = 0) -> Tensor | None:
-    return torch.tensor(0x1234567890ABCDE - (number << 57)) if layout.stochastic else None
+    return torch.tensor(SEEDS[number % len(SEEDS)]) if layout.stochastic else None
+
+
+# -- against the scalar oracle --
+
+
+def expected(x: Tensor, layout: Layout, seed: Tensor | None, first_row: int) -> list[Tensor]:
+    """What :func:`kernels.grid_quantize_levels` gives, in its order and shapes."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1).tolist()
+    q = oracle.quantize(rows, layout, x.dtype, None if seed is None else int(seed), first_row)
+    results = []
+    for columnwise, data, scales, amaxes in (
+        (False, q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax),
+        (True, q.columnwise_data, q.columnwise_scale_inv, q.columnwise_amax),
+    ):
+        amax = torch.empty(0, dtype=torch.uint8)
+        amax_shape = layout.amax_shape(x.shape, columnwise)
+        if amax_shape is not None:
+            amax = torch.tensor(amaxes, dtype=torch.float32).reshape(amax_shape)
+        results += [
+            torch.tensor(data, dtype=torch.uint8).reshape(layout.data_shape(x.shape, columnwise)),
+            torch.tensor(scales, dtype=layout.stored_scale),
+            amax,
+        ]
+    return results
+
+
+def check_bytes(x: Tensor, layout: Layout, number: int = 0) -> None:
+    """Every path gives the bytes of the oracle: of both directions, and of each by itself."""
+    seed, first_row = seed_of(layout, number), FIRST_ROWS[number % len(FIRST_ROWS)]
+    words: dict[str, Any] = {"seed": seed, "first_row": first_row}
+    wanted = expected(x, layout, seed, first_row)
+
+    def run() -> None:
+        assert_same(kernels.grid_quantize_levels(x, layout, **words), wanted)
+        rowwise = kernels.grid_quantize_levels(x, layout, columnwise=False, **words)
+        columnwise = kernels.grid_quantize_levels(x, layout, rowwise=False, **words)
+        assert_same([*rowwise[:3], *columnwise[3:]], wanted)
+        assert not any(part.numel() for part in (*rowwise[3:], *columnwise[:3]))
+        if layout.second_level == "none" and seed is None:
+            assert_same(kernels.grid_quantize(x, layout), [*wanted[:2], *wanted[3:5]])
+
+    on_every_cpu_path(run)
+
+
+def special(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Matrices of 5 × 35 with unusual values: blocks of 16 are ragged in both directions."""
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    x = samples.wide(5, 35, dtype=dtype, sigma=1.0)
+    for name, values in {
+        "NaN and zeros": [math.nan, 0.0, -0.0, -math.nan],
+        "infinity": [math.inf, 1.0, -math.inf, 0.0],
+        "largest": [largest, -largest, 1.0, tiny],
+    }.items():
+        planted = x.clone()
+        planted[1, :16] = planted[:, 20] = 0
+        for place, value in enumerate(values):
+            planted[place, 3] = planted[4, place] = planted[place, 17 + place] = value
+        yield name, planted
+        yield f"all {name}", torch.tensor(values).repeat(44)[:175].view(5, 35).to(dtype)
+    yield "nothing but NaN", torch.full((5, 35), math.nan, dtype=dtype)
+    yield "subnormal", (x.float() * tiny / 16).to(dtype)
+    yield "large", (x.float() / x.float().abs().max() * largest).to(dtype)
+    yield "ties", (torch.arange(175.0).view(5, 35) / 16 - 6).to(dtype)
+
+
+ALL = LEVELS | LAYOUTS
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", range(len(ALL)), ids=list(ALL))
+def test_bytes(number: int, every: int) -> None:
+    """In the short run layouts take turns with dtypes and special values."""
+    layout = list(ALL.values())[number]
+    dtypes = DTYPES if every == 1 else DTYPES[number % 3 :][:1]
+    for dtype in dtypes:
+        for place, shape in enumerate([(), (1,), (17, 47), [(33, 70), (2, 31, 65)][number % 2]]):
+            with told(shape, dtype):
+                x = samples.wide(*shape, seed=place, dtype=dtype, sigma=2.0)
+                check_bytes(x, layout, number + place)
+        for what, x in list(special(dtype))[number % every :: every]:
+            with told(what, dtype):
+                check_bytes(x, layout)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_bytes_of_nothing(name: str) -> None:
+    """Data of the shape that the layout gives; scales and amaxes are those of an amax of 0."""
+    layout = LEVELS[name]
+    stored = oracle.scale(0.0, layout, torch.float32, factor=(layout.candidates or (1.0,))[0])[1]
+    for shape in [(0,), (0, 7), (7, 0), (2, 0, 3)]:
+        with told(shape):
+            x = torch.empty(shape)
+            parts = kernels.grid_quantize_levels(x, layout, seed=seed_of(layout))
+            for columnwise in (False, True):
+                data, scales, amaxes = parts[3 * columnwise :][:3]
+                assert data.shape == layout.data_shape(shape, columnwise)
+                assert scales.shape == layout.scale_shape(shape, columnwise)
+                assert amaxes.shape == (layout.amax_shape(shape, columnwise) or amaxes.shape)
+                assert bool((scales == stored).all())
+                assert not data.any()
+                assert not amaxes.any()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "E2M1-UE5M3-levels", "4over6"])
+def test_scales_at_ties(name: str) -> None:
+    """Amaxes whose scales are halfway between two codes, and their neighbours: every rounding of
+    the order of operations shows."""
+    layout = dataclasses.replace(LEVELS[name], block=(1, 16))
+    number = oracle.SCALES[layout.scale].number
+    assert number is not None
+    codes = np.array(number.positive[-130:])
+    middles = (codes[1:] + codes[:-1]) / 2
+    for largest in (5.3, 7.7, 1000.1):
+        bound = layout.bound or codes[-1]
+        amaxes = np.float32(middles * largest / bound)
+        near = [(amaxes.view(np.int32) + step).view(np.float32) for step in range(-3, 4)]
+        x = torch.from_numpy(np.concatenate([*near, np.float32([largest])]))
+        check_bytes(torch.stack([x.clamp(max=largest), x / 3], 1), layout)
+
+
+@pytest.mark.parametrize("rule", oracle.E8M0_RULES)
+def test_powers_of_two_change_at_the_right_amax(rule: str) -> None:
+    """Amaxes where a rule may go over to the next power of two, and their neighbours."""
+    half_units = [2 - 2.0**-bits for bits in range(2, 9)]
+    points = np.array([1, math.sqrt(2), *half_units])
+    powers = 2.0 ** np.array([-149, -128, -127, -126, -125, -3, 0, 7, 120])
+    steps = np.arange(-3, 4)[:, None]
+    for element in ("E2M1", "E2M3", "E3M2", "INT4", "MXINT8"):
+        layout = Layout(element, (1, 16), E8M0, rule, columnwise="transposed")
+        maximum = oracle.ELEMENTS[oracle.NAMES[element]].max
+        amaxes = np.float32(np.outer(np.append(points, points * maximum), powers).ravel())
+        near = (amaxes.view(np.int32) + steps).clip(0).view(np.float32)
+        with told(element):
+            check_bytes(torch.from_numpy(near.reshape(-1, 1)), layout)
+
+
+def packed(codes: np.ndarray[Any, Any], element: oracle.Element) -> Tensor:
+    return torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4 if element.bits == 4 else codes)
+
+
+@pytest.mark.parametrize("name", oracle.ELEMENTS)
+def test_every_bfloat16_value_and_every_code(name: str) -> None:
+    """With scales of 1, which an infinity in each block gives."""
+    element = oracle.ELEMENTS[name]
+    layout = Layout(element.name, (1, 32), columnwise="transposed")
+    x = samples.patterns(torch.bfloat16).float().view(-1, 16)
+    x = torch.nn.functional.pad(x, [16, 0], value=math.inf)
+    random = dataclasses.replace(layout, stochastic=True)
+    of_random = quantized(x, random, torch.tensor(3), True, False)
+    every = torch.arange(256 if element.bits == 4 else len(element.values)).to(torch.uint8)
+    codes = oracle.unpack(every.tolist()) if element.bits == 4 else every.tolist()
+    values = torch.tensor([element.values[code] for code in codes]).double()
+
+    def run() -> None:
+        data, scales, *_ = kernels.grid_quantize_levels(x, layout, columnwise=False)
+        assert_same(scales, torch.ones(len(x), 1))
+        assert_same(data, packed(arrays.encode(x.numpy(), element.name), element), x)
+        arguments = (x, torch.tensor(3), 0, random.text, True, False)
+        check(table.grid_quantize_levels, arguments, of_random, name)
+        ones = torch.ones(1, -(-len(values) // 32))
+        assert_same(kernels.grid_decode(every[None], ones, layout, torch.float64)[0], values)
+
+    on_every_cpu_path(run)
+
+
+def any_parts(layout: Layout, shape: tuple[int, ...], columnwise: bool) -> list[Tensor | None]:
+    """Any codes, scales and amaxes of one direction."""
+    random = np.random.default_rng(len(shape))
+    element = oracle.ELEMENTS[oracle.NAMES[layout.element]]
+    count = 256 if element.bits == 4 else 1 << element.bits
+    data = random.integers(0, count, layout.data_shape(shape, columnwise))
+    scales = random.integers(0, 256, layout.scale_shape(shape, columnwise))
+    if layout.stored_scale is torch.float32:
+        scales = scales / 64
+    amax_shape = layout.amax_shape(shape, columnwise)
+    return [
+        torch.from_numpy(np.array(data)).to(torch.uint8),
+        torch.from_numpy(scales).to(layout.stored_scale),
+        None if amax_shape is None else torch.tensor(random.lognormal(0, 9, amax_shape)).float(),
+    ]
+
+
+def decoded(parts: Any, layout: Layout, columnwise: bool, dtype: torch.dtype) -> Tensor:
+    """The values of the oracle, which decodes rows along the summed dimension."""
+    data, scales, amax = parts
+    is_turned = columnwise and not layout.transposed
+    lines = data.shape[:1] if columnwise and layout.transposed else data.shape[:-1]
+    matrix = data.reshape(lines.numel(), data.numel() // max(lines.numel(), 1))
+    rows, own = (part.t() if is_turned else part for part in (matrix, scales))
+    amaxes = [] if amax is None else amax.reshape(-1).tolist()
+    values = oracle.dequantize_rows(rows.tolist(), own.tolist(), layout, dtype, amaxes)
+    wanted = torch.tensor(values, dtype=dtype)
+    wanted = wanted.t() if is_turned else wanted
+    columns = data.shape[-1:].numel() * layout.elements_per_byte
+    return wanted.reshape((*data.shape[:-1], columns) if data.dim() else ()).contiguous()
+
+
+def check_decoding(name: str, runs: Runs) -> None:
+    layout, dtypes = ALL[name], itertools.cycle([*DTYPES, torch.float64])
+    cases = []
+    for shape, columnwise in itertools.product(
+        [(), (5,), (7, 0), (2, 3, 48), (33, 70)], (False, True)
+    ):
+        parts, dtype = any_parts(layout, shape, columnwise), next(dtypes)
+        cases.append((parts, columnwise, dtype, decoded(parts, layout, columnwise, dtype)))
+
+    def run() -> None:
+        for (data, scales, amax), columnwise, dtype, values in cases:
+            how, note = (layout.text, columnwise, dtype), (name, data.shape, columnwise, dtype)
+            if amax is None:
+                check(table.grid_decode, (data, scales, *how), (values,), note)
+            else:
+                check(table.grid_decode_levels, (data, scales, amax, *how), (values,), note)
+
+    runs(run)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_decode(name: str) -> None:
+    """Any codes, scales and amaxes."""
+    check_decoding(name, on_every_cpu_path)
+
+
+# -- against the reference --
+
+SHAPES = [(), (0,), (5,), (0, 5), (3, 0), (7, 1), (2, 3, 48), (16, 16), (17, 33), (33, 70)]
+SHAPES += [(64, 128), (129, 257), (150, 31)]
 
 
 def quantized(
     x: Tensor, layout: Layout, seed: Tensor | None, *asked: bool, first_row: int = 0
-) -> Results:
+) -> tuple[Tensor | None, ...]:
     """The results of the reference; None for amaxes that a layout does not have."""
     results = table.grid_quantize_levels.outputs(x, seed, first_row, layout.text, *asked)
     reference.grid_quantize_levels(x, seed, first_row, layout.text, results)
     return results
-
-
-def decoded(
-    data: Tensor, scales: Tensor | None, amax: Tensor | None, layout: Layout, *how: Any
-) -> Tensor:
-    out = table.grid_decode.outputs(data, scales, layout.text, *how)
-    reference.grid_decode_levels(data, scales, amax, layout.text, how[0], out)
-    return out
 
 
 @cache
@@ -139,61 +335,19 @@ def matrices(turn: int) -> list[Tensor]:
 def check_quantization(name: str, runs: Runs, every: int = 1) -> None:
     """Every kind of value in every kind of shape; both directions, or one of them."""
     layout, turn = LAYOUTS[name], list(LAYOUTS).index(name)
-    asked, first_rows = itertools.cycle(ASKED), itertools.cycle(FIRST_ROWS)
-    assert quantizes_levels(layout)
+    asked = itertools.cycle([(True, True), (True, True), (True, False), (False, True)])
     cases = []
     for number, x in enumerate(matrices(turn % 3)):
-        seed, first_row, sides = seed_of(layout, number), next(first_rows), next(asked)
+        seed, first_row, sides = seed_of(layout, number), FIRST_ROWS[number % 4], next(asked)
         if (number + turn) % every == 0:
             arguments = (x, seed, first_row, layout.text, *sides)
             cases.append((arguments, quantized(x, layout, seed, *sides, first_row=first_row)))
 
     def run() -> None:
-        for arguments, expected in cases:
+        for arguments, wanted in cases:
             x = arguments[0]
             with running_on(1 + x.numel() % 2):
-                check(table.grid_quantize_levels, arguments, expected, (name, x.shape, x.dtype))
-
-    runs(run)
-
-
-def check_decoding(name: str, runs: Runs, every: int = 1) -> None:
-    """Any codes and any scales, with and without what multiplies them."""
-    layout, dtypes = LAYOUTS[name], itertools.cycle([*samples.DTYPES, torch.float64])
-    generator, turn = torch.Generator().manual_seed(0), list(LAYOUTS).index(name)
-    cases = []
-    for number, (shape, columnwise) in enumerate(itertools.product(SHAPES[4:], (False, True))):
-        dtype = next(dtypes)
-        if (number + turn) % every:
-            continue
-        data, scales = (
-            torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-            for size in (
-                layout.data_shape(shape, columnwise),
-                layout.scale_shape(shape, columnwise),
-            )
-        )
-        if layout.element in ("E2M3", "E3M2"):
-            data &= 0x3F
-        if layout.stored_scale is torch.float32:
-            scales = samples.wide(*scales.shape)
-        amax_shape = layout.amax_shape(shape, columnwise)
-        amax = None if amax_shape is None else samples.wide(*amax_shape).abs()
-        how = (columnwise, dtype)
-        for parts in ((scales, amax), (scales, None), (None, None)):
-            if parts[1] is None and amax is not None and shape != SHAPES[-2]:
-                continue
-            cases.append((data, parts, how, decoded(data, *parts, layout, *how)))
-    assert decodes_levels(layout) or layout.format.torch_dtype.is_floating_point
-
-    def run() -> None:
-        for data, (scales, amax), how, expected in cases:
-            note = (name, data.shape, how)
-            if amax is None:
-                check(table.grid_decode, (data, scales, layout.text, *how), (expected,), note)
-                continue
-            arguments = (data, scales, amax, layout.text, *how)
-            check(table.grid_decode_levels, arguments, (expected,), note)
+                check(table.grid_quantize_levels, arguments, wanted, (name, x.shape, x.dtype))
 
     runs(run)
 
@@ -203,71 +357,21 @@ def test_quantize(on_every_isa: Runs, name: str) -> None:
     check_quantization(name, on_every_isa)
 
 
-@each_layout
-def test_decode(on_every_isa: Runs, name: str) -> None:
-    check_decoding(name, on_every_isa)
-
-
 @pytest.mark.grid
 @each_layout
 def test_cuda_kernels(name: str) -> None:
     """Layouts take turns with the cases, because each thread of a GPU is a loop on the CPU."""
     check_quantization(name, on_each(["grid"]), every=3)
-    check_decoding(name, on_each(["grid"]), every=5)
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("element", ELEMENT_NAMES)
-def test_every_bfloat16_as_an_element(on_every_isa: Runs, element: str, stochastic: bool) -> None:
-    """The first of each block sets the scale to 1, unless others are larger than the format's."""
-    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = torch.nn.functional.pad(values.float().view(-1, 16), [16, 0])
-    x[:, 0] = ELEMENT_NAMES[element].max
-    layout = Layout(element, (1, 32), columnwise="transposed", stochastic=stochastic)
-    seed = seed_of(layout)
-    expected = quantized(x, layout, seed, True, False)
-
-    def run() -> None:
-        arguments = (x, seed, 0, layout.text, True, False)
-        check(table.grid_quantize_levels, arguments, expected, (element, stochastic))
-
-    on_every_isa(run)
+    check_decoding(name, on_each(["grid"]))
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("mxfp4-up", "mxfp4-floor", "mxfp4-even", "mxfp4-nearest", "mxint8", "ue5m3"),
-        *("nvfp4-4over6", "nvfp4-rows", "int4-stochastic"),
-    ],
-)
-def test_every_bfloat16_as_an_amax(on_every_isa: Runs, name: str) -> None:
-    layout = LAYOUTS[name]
-    width = layout.block[1]
-    assert width is not None
-    patterns = torch.arange(0, 1 << 16, 3, dtype=torch.int32).to(torch.int16)
-    x = torch.zeros(len(patterns), width, dtype=torch.bfloat16)
-    x[:, 3] = patterns.view(torch.bfloat16)
-    x[:, 5] = x[:, 3] * 0.3
-    # A second level of rows has the amaxes themselves.
-    seed = seed_of(layout)
-    expected = quantized(x, layout, seed, True, False)
-
-    def run() -> None:
-        arguments = (x, seed, 0, layout.text, True, False)
-        check(table.grid_quantize_levels, arguments, expected, name)
-
-    on_every_isa(run)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nvfp4",
-        "nvfp4-rotated-stochastic",
+        *("nvfp4", "nvfp4-gradients"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("nvfp4-16x16", "nvfp4-4over6", "nvfp4-rows-rotated", "mxfp6-E2M3")
+            for name in ("nvfp4-squares", "4over6", "rows-rotated-128", "E2M3-own")
         ),
     ],
 )
@@ -275,20 +379,22 @@ def test_threads_and_sizes_beyond_the_caches(on_every_isa: Runs, name: str) -> N
     layout = LAYOUTS[name]
     x = samples.tiles(643, 2052, dtype=torch.bfloat16)
     seed = seed_of(layout)
-    expected = quantized(x, layout, seed, True, True)
-    rowwise = [*expected[:2], expected[2]]
-    values = decoded(*rowwise, layout, False, torch.bfloat16)  # type: ignore[arg-type]
+    wanted = quantized(x, layout, seed, True, True)
+    data, scales, amax = wanted[:3]
+    assert data is not None
+
+    def decode() -> Tensor:
+        return kernels.grid_decode(data, scales, layout, torch.bfloat16, amax=amax)
+
+    with kernels.use_backend("reference"):
+        values = decode()
 
     def run() -> None:
         for threads in (1, 3):
             with running_on(threads):
                 arguments = (x, seed, 0, layout.text, True, True)
-                check(table.grid_quantize_levels, arguments, expected, (name, threads))
-                if rowwise[2] is None:
-                    found = table.grid_decode(*rowwise[:2], layout.text, False, torch.bfloat16)
-                else:
-                    found = table.grid_decode_levels(*rowwise, layout.text, False, torch.bfloat16)
-                assert_same(found, values, note=threads)
+                check(table.grid_quantize_levels, arguments, wanted, (name, threads))
+                assert_same(decode(), values, note=threads)
 
     on_every_isa(run)
 
@@ -311,64 +417,37 @@ def tied(rows: int, columns: int, seed: int) -> Tensor:
     return torch.cat([largest, values * signs]).view(rows, columns)
 
 
-def check_order(runs: Runs, block: tuple[int, int], shared: tuple[int, int] | None) -> None:
-    """Candidates whose errors differ by the rounding of sums alone."""
-    layout = Layout(
-        "E2M1",
-        block,
-        E8M0,
-        "floor",
-        columnwise="transposed",
-        shared=shared,
-        candidates=(1.0, 0.5),
-    )
-    area = shared or block
-    bands = [[tied(*area, seed=4 * i + j) for j in range(4)] for i in range(8)]
-    x = torch.cat([torch.cat(band, 1) for band in bands])
-    expected = quantized(x, layout, None, True, True)
-    scales = expected[1]
-    assert scales is not None
-    assert set(scales.unique().tolist()) == {126, 127}
-    assert scales.tolist() == oracle.quantize(x.tolist(), layout, x.dtype).rowwise_scale_inv
-
-    def run() -> None:
-        arguments = (x, None, 0, layout.text, True, True)
-        check(table.grid_quantize_levels, arguments, expected, layout.text)
-
-    runs(run)
-
-
-each_area = pytest.mark.parametrize(
+@pytest.mark.parametrize(
+    "runs", [on_every_cpu_path, pytest.param(on_each(["grid"]), marks=pytest.mark.grid)]
+)
+@pytest.mark.parametrize(
     ("block", "shared"),
     [((1, 32), None), ((8, 16), None), ((16, 16), None), ((1, 32), (32, 32))],
     ids=str,
 )
-
-
-@each_area
 def test_errors_are_summed_in_order(
-    on_every_isa: Runs, block: tuple[int, int], shared: tuple[int, int] | None
+    runs: Runs, block: tuple[int, int], shared: tuple[int, int] | None
 ) -> None:
-    check_order(on_every_isa, block, shared)
-
-
-@pytest.mark.grid
-@each_area
-def test_cuda_kernels_sum_errors_in_order(
-    block: tuple[int, int], shared: tuple[int, int] | None
-) -> None:
-    check_order(on_each(["grid"]), block, shared)
+    """Candidates whose errors differ by the rounding of sums alone."""
+    fields: dict[str, Any] = {"columnwise": "transposed", "candidates": (1.0, 0.5)}
+    layout = Layout("E2M1", block, E8M0, "floor", shared=shared, **fields)
+    area = shared or block
+    bands = [[tied(*area, seed=4 * i + j) for j in range(4)] for i in range(8)]
+    x = torch.cat([torch.cat(band, 1) for band in bands])
+    wanted = expected(x, layout, None, 0)
+    assert set(wanted[1].unique().tolist()) == {126, 127}
+    runs(lambda: assert_same(kernels.grid_quantize_levels(x, layout), wanted))
 
 
 def test_any_strides(on_every_isa: Runs) -> None:
     layout = LAYOUTS["nvfp4-rotated"]
     x = samples.tiles(67, 75, dtype=torch.bfloat16)
-    expected = quantized(x, layout, None, True, True)
+    wanted = quantized(x, layout, None, True, True)
 
     def run() -> None:
         for note, view in samples.strided(x):
             got = table.grid_quantize_levels(view, None, 0, layout.text, True, True)
-            assert_same(got, expected, note=note)
+            assert_same(got, wanted, note=note)
 
     on_every_isa(run)
 
@@ -384,19 +463,9 @@ def test_any_strides(on_every_isa: Runs) -> None:
         nvfp4(shared=(48, 48), candidates=(1.0, 1.5)),
         nvfp4(candidates=tuple(1.0 + i for i in range(9))),
     ],
-    ids=[
-        *("rows", "1x6", "small-bound", "2x16-rotated"),
-        *("24x16-candidates", "48x48-candidates", "nine-candidates"),
-    ],
+    ids=lambda layout: layout.text,
 )
-def test_the_reference_serves_the_rest(on_every_isa: Runs, layout: Layout) -> None:
+def test_the_reference_serves_the_rest(layout: Layout) -> None:
     """Blocks that end elsewhere than strips, and what would leave the range of float32."""
     assert not quantizes_levels(layout)
-    x = samples.tiles(35, 50, dtype=torch.bfloat16)
-    expected = quantized(x, layout, None, True, True)
-
-    def run() -> None:
-        arguments = (x, None, 0, layout.text, True, True)
-        check(table.grid_quantize_levels, arguments, expected, layout.text)
-
-    on_every_isa(run)
+    check_bytes(samples.tiles(35, 50, dtype=torch.bfloat16), layout)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ottava import kernels
-from ottava.errors import DeviceError, DTypeError, OttavaError, ShapeError
 from tests import oracle
 from tests.comparing import assert_same
 
@@ -110,17 +107,6 @@ def test_many_slots_and_long_histories(
     check_steps(counts, length, steps)
 
 
-def test_a_full_history(code_path: str) -> None:
-    """The largest amax of any row counts, until as many steps have passed."""
-    for length in (1, 2, 16, 17, 33, 1024):
-        for place in {0, length // 2, length - 1}:
-            scale, history = torch.ones(1), torch.full((length, 1), 2.0)
-            history[place] = 7.0
-            kernels.update_scales([scale], [history], [448.0])
-            assert scale.item() == 64.0, (length, place)
-            assert_same(history[0], torch.zeros(1))
-
-
 def test_nothing_moves_in_a_backward_pass(code_path: str) -> None:
     """Recomputation runs the update again there, and no step begins."""
     scale, history = torch.ones(1), torch.full((2, 1), 4.0)
@@ -135,27 +121,3 @@ def test_nothing_moves_in_a_backward_pass(code_path: str) -> None:
     kernels.update_scales([scale], [history], [448.0])
     assert scale.item() == 112.0
     kernels.update_scales([], [], [])
-
-
-ONE = [torch.ones(3)], [torch.ones(2, 3)], [448.0] * 3
-BAD: dict[str, tuple[type[OttavaError], Callable[[], Any]]] = {
-    "too few maxima": (ShapeError, lambda: kernels.update_scales(*ONE[:2], [448.0])),
-    "no history": (ShapeError, lambda: kernels.update_scales(ONE[0], [], ONE[2])),
-    "a history of one dimension": (
-        ShapeError, lambda: kernels.update_scales(ONE[0], [torch.ones(3)], ONE[2])),
-    "no rows": (ShapeError, lambda: kernels.update_scales(ONE[0], [torch.ones(0, 3)], ONE[2])),
-    "other slots": (ShapeError, lambda: kernels.update_scales(ONE[0], [torch.ones(2, 4)], ONE[2])),
-    "strided": (ShapeError, lambda: kernels.update_scales([torch.ones(6)[::2]], *ONE[1:])),
-    "dtype": (DTypeError, lambda: kernels.update_scales([torch.ones(3).double()], *ONE[1:])),
-    "device": (
-        DeviceError, lambda: kernels.update_scales([torch.ones(3, device="meta")], *ONE[1:])),
-    "last": (ShapeError, lambda: kernels.update_scales(*ONE, last=torch.ones(2))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case: str) -> None:
-    error, call = BAD[case]
-    with pytest.raises(error):
-        call()
-    assert_same((ONE[0][0], ONE[1][0]), (torch.ones(3), torch.ones(2, 3)))

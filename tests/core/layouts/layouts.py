@@ -83,20 +83,17 @@ LAYOUTS: dict[str, Layout] = {
 }
 #: Layouts with packed elements, a second level, candidates, a rotation or stochastic rounding.
 LEVELS: dict[str, Layout] = {
+    **{n: LAYOUTS[n] for n in ("int4-rows", "nvfp4", "nvfp4-squares", "nvfp4-rows")},
     "mxfp4-up": _mx("E2M1", "up"),
     "mxfp4-floor": _mx("E2M1", "floor"),
     "mxfp4-even": _mx("E2M1", "even"),
     "mxfp4-nearest-squares": _mx("E2M1", "nearest", shared=(32, 32)),
-    "int4-rows": Layout("INT4", (1, None), columnwise="transposed"),
     "int4-nearest": _mx("INT4", "nearest"),
     "int4-stochastic": Layout("INT4", (1, 8), columnwise="transposed", stochastic=True),
     "E2M1-tensor": Layout("E2M1", (None, None), rounding="floor", columnwise="transposed"),
     "E2M1-UE5M3": _nvfp4(scale="UE5M3", second_level="none"),
     "E2M1-UE5M3-levels": _nvfp4(scale="UE5M3"),
-    "nvfp4": _nvfp4(),
-    "nvfp4-squares": _nvfp4((16, 16)),
     "nvfp4-shared-squares": _nvfp4(shared=(16, 16)),
-    "nvfp4-rows": _nvfp4(second_level="row"),
     "nvfp4-rotated": _nvfp4(rotation=HADAMARD),
     "nvfp4-gradients": _nvfp4(rotation=HADAMARD, stochastic=True),
     "nvfp4-stochastic": _nvfp4(stochastic=True),

@@ -174,19 +174,6 @@ def test_state_dicts(name: str) -> None:
 
 
 @EACH_OF_A_LAYER
-def test_a_copy_of_a_model_trains_by_itself(name: str) -> None:
-    model, x = net(name), wide(5, 70)
-    twin, before = copy.deepcopy(model), model(x)
-    initial = twin[0].weight.get_high_precision_init_val()
-    assert_same(initial, model[0].weight.get_high_precision_init_val())
-    twin(x).sum().backward()
-    torch.optim.SGD(twin.parameters(), lr=1.0).step()
-    assert_same(model(x), before)
-    assert not torch.equal(twin(x), before)
-    assert model[0].weight.grad is None
-
-
-@EACH_OF_A_LAYER
 def test_a_weight_of_one_direction_serves_what_it_can(name: str) -> None:
     """An evaluation needs rows only; squares serve both."""
     model, x = net(name), wide(5, 70)

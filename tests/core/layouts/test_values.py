@@ -275,18 +275,6 @@ def test_autograd_refuses_a_value_that_was_overwritten(name: str) -> None:
                     y.backward()
 
 
-def test_repr_never_raises() -> None:
-    for number, name in enumerate(QUANTIZERS):
-        for shape in ((), [(0,), (33, 70), (2, 3, 4)][number % 3]):
-            q = QUANTIZERS[name](torch.ones(shape, dtype=DTYPES[number % 3]))
-            assert type(q).__name__ in repr(q)
-            assert "'rowwise'" in repr(q)
-            assert "requires_grad=True" in repr(q.requires_grad_())
-            assert type(q).__name__ in str(torch.nn.Parameter(q.detach()))
-            storage = quantizer(name, internal=True)(torch.ones(shape))
-            assert repr(storage).startswith(f"{type(storage).__name__}(shape=")
-
-
 @EACH
 def test_memory(name: str) -> None:
     """A tensor shows where its bytes lie, gives away no memory of values, and can be shared."""

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from ottava import Float8Tensor, Float8TensorStorage
-from ottava.distributed import post_all_gather_processing
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import columnwise_is_transpose, columnwise_layout
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.copying import by_file
-from tests.core.layouts.layouts import E4M3, E5M2, USAGES, PerTensor, quantizer
-from tests.core.layouts.test_views import VIEWS, as_laid_out, values_of
+from tests.core.layouts.layouts import E4M3, E5M2, PerTensor, quantizer
 from tests.samples import wide
 from tests.strided import VIEWS as PLACES
 from tests.strided import check_places
@@ -70,37 +68,6 @@ def test_the_transpose_has_the_bytes_of_the_data() -> None:
                 both.update_usage(rowwise_usage=False)
 
 
-def test_views() -> None:
-    """They share the data: a write with the scale that it has reaches the whole, another does
-    not."""
-    for number, (what, (shape, view)) in enumerate(VIEWS.items()):
-        usages = list(USAGES)[number % 3]
-        with told(what, usages):
-            make = quantizer("Float8Tensor", usages)
-            whole = make(wide(*shape, sigma=1.0))
-            values = as_laid_out(whole)
-            try:
-                plain = view(values)
-            except RuntimeError:
-                with pytest.raises(RuntimeError, match="view size is not compatible"):
-                    view(whole)
-                continue
-            part = view(whole)
-            assert_same(values_of(part), plain)
-            if not isinstance(part, Float8Tensor) or not plain.numel():
-                continue
-            assert_fresh(part)
-            if part.numel() == whole.numel():
-                part.mul_(16.0)
-                expected = make(16.0 * values.contiguous()).dequantize()
-                assert_same(whole.dequantize(), expected)
-            else:
-                with pytest.raises(UsageError, match="rest of the tensor"):
-                    part.mul_(16.0)
-                assert_same(whole.dequantize(), values.contiguous())
-            assert_fresh(whole)
-
-
 def test_views_lie_where_plain_ones_do() -> None:
     check_places(MAKE(torch.randn(96, 64)), set(PLACES))
 
@@ -150,15 +117,6 @@ def test_it_survives_copies_and_a_stale_one_does_not_come_back(q: Float8Tensor) 
     q._data.fill_(56)
     for way in ways:
         assert way(q)._transpose is None
-
-
-def test_bytes_that_a_collective_wrote_are_transposed_again(q: Float8Tensor) -> None:
-    """It writes below torch, which counts no write."""
-    q._data.numpy()[:] = 7
-    post_all_gather_processing([q, torch.ones(2)])
-    assert_same(q._transpose, torch.full((6, 4), 7, dtype=torch.uint8))
-    with pytest.raises(DTypeError):
-        post_all_gather_processing([None])
 
 
 def test_the_scale_has_one_dimension_and_shares_its_memory(q: Float8Tensor) -> None:
