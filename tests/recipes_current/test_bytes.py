@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ import torch
 
 import ottava
 from ottava import Layout
-from ottava.debug import fake_quantize
 from ottava.formats import Format
 from ottava.tensors import Float8Tensor, Float8TensorStorage
 from ottava_current import Float8CurrentScaling, Float8CurrentScalingQuantizer
 from tests import arrays
 from tests.comparing import assert_same
+from tests.layout_recipes import assert_fake_quantizes
 from tests.samples import DTYPES, special, wide
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,14 +74,8 @@ def test_defaults_and_spec() -> None:
 
 @pytest.mark.parametrize(("name", "element"), [("FP8E4M3", E4M3), ("FP8E5M2", E5M2)])
 def test_fake_quantization(name: str, element: Any) -> None:
-    expected = layout(element)
-    for shape, dtype in itertools.product([(), (0, 3), (33, 65)], DTYPES):
-        x = wide(*shape, dtype=dtype, sigma=1.0)
-        data = arrays.quantize(x, expected)
-        values = arrays.decode(*data[:2], expected, columnwise=False, dtype=dtype)
-        assert_same(fake_quantize(x, name), values)
-    fake = OTHER.fake_quantizer(name)
-    assert fake.layout == layout(element, pow_2=True, epsilon=0.25)
+    assert_fake_quantizes(name, layout(element))
+    assert OTHER.fake_quantizer(name).layout == layout(element, pow_2=True, epsilon=0.25)
     assert OTHER.fake_quantizer("MXFP8E4M3") is None
 
 
