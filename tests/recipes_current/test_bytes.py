@@ -104,3 +104,17 @@ def test_a_quantize_impl_that_takes_a_tensor_alone(kind: Any) -> None:
         q = kind(E4M3)(x)
         assert q.dtype == dtype
         assert_same(q.dequantize(), Float8CurrentScalingQuantizer(E4M3)(2 * x).dequantize())
+
+
+def test_a_quantize_impl_and_options_that_are_set_later_are_noticed_by_a_layer() -> None:
+    recipe, own = Float8CurrentScaling(), Doubling(E4M3)
+    layer, x = ottava.nn.Linear(64, 32, bias=False, recipe=recipe), torch.randn(4, 64)
+    plain = layer(x)
+    recipe.set_quantizer_factory(lambda role: own if role.tensor_type == "input" else None)
+    layer.bind(recipe)
+    assert_same(layer(x), 2 * plain)
+    own.fp8_dtype = E5M2
+    layer.bind(recipe)
+    narrow = layer(x)
+    assert not torch.equal(narrow, 2 * plain)
+    torch.testing.assert_close(narrow, 2 * plain, rtol=0.2, atol=0.5)
