@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava_delayed import DelayedScaling
+from ottava_delayed import DelayedScaling, scaling_statistics
 from tests import oracle
 from tests.recipes_delayed.slot_oracle import Slot
 
@@ -46,6 +46,12 @@ def quantized(value: float, scale: float, tensor_type: str) -> Operand:
     element = ELEMENTS[tensor_type]
     code = oracle.encode(oracle.float32(value * scale), element)
     return Operand(oracle.decode(code, element), oracle.float32(1 / scale))
+
+
+def assert_plain_product(found: torch.Tensor, a: float, b: float, what: str) -> None:
+    expected = float(np.float32(a) * np.float32(b))
+    if math.isfinite(expected):
+        assert found.item() == expected, f"{what} in high precision: {found.item()}"
 
 
 def assert_product(found: torch.Tensor, a: Operand, b: Operand, what: str) -> None:
@@ -215,13 +221,17 @@ class Use(NamedTuple):
 
 @dataclass(eq=False)
 class Run:
-    """A call in training, whose backward pass may follow; without operands if none records it."""
+    """A call in training, whose backward pass may follow; without operands if none records it.
+
+    ``plain`` says that it computes in high precision.
+    """
 
     use: Use
     layer: Layer
     x: torch.Tensor
     recompute: bool | None = None
     state: State | None = None
+    plain: bool = False
     y: Any = None
     quantized_x: Operand | None = None
     quantized_w: Operand | None = None
@@ -487,6 +497,8 @@ class Steps(RuleBasedStateMachine):
                 y = layer.module(x, use.first)
                 if run.quantized_x is not None and run.quantized_w is not None:
                     assert_product(y, run.quantized_x, run.quantized_w, "output")
+                if run.plain:
+                    assert_plain_product(y, x.item(), layer.module.weight.item(), "output")
                 return y
 
         if use.recompute is None:
@@ -498,7 +510,7 @@ class Steps(RuleBasedStateMachine):
         region = self.rule.stack[-1] if self.rule.stack else None
         calibrates = region is not None and region.calibrating
         recipe, grad = self.rule.recipe_of(layer), torch.is_grad_enabled()
-        run = Run(use, layer, x, recompute)
+        run = Run(use, layer, x, recompute, plain=calibrates or recipe is None)
         needs = x.requires_grad or (region is not None and region.began)
         training = grad or (layer.module.training and needs)
         if grad or x.requires_grad:
@@ -598,6 +610,9 @@ class Steps(RuleBasedStateMachine):
 
     def observe_backward(self, run: Run, *, alone: bool) -> None:
         state, use = run.state, run.use
+        if run.plain and alone:
+            gradient = run.layer.module.weight.grad
+            assert_plain_product(gradient, self.value(use.dy), self.value(use.x), "gradient")
         if state is None:
             return
         x, w = run.quantized_x, run.quantized_w
@@ -711,6 +726,7 @@ class Steps(RuleBasedStateMachine):
         if not hasattr(self, "of_bank"):
             return
         for number, layers in enumerate(self.of_bank):
+            statistics = scaling_statistics(self.banks[number])
             for place, layer in enumerate(layers):
                 found = getattr(layer.module, "recipe_state", None)
                 if found is None or layer.state is None:
@@ -718,8 +734,9 @@ class Steps(RuleBasedStateMachine):
                     assert found is None, f"layer {place} of model {number} has a state"
                     continue
                 for at, (tensor_type, slot) in enumerate(layer.state.ranks[self.rank].items()):
-                    history = found.amax_history[:, at].tolist()
-                    seen = [found.scale[at].item(), history, found.saturated[at].item()]
-                    assert seen == [slot.scale, slot.history, slot.saturated], (
-                        f"{tensor_type} of layer {place} of model {number}"
-                    )
+                    what = f"{tensor_type} of layer {place} of model {number}"
+                    assert found.amax_history[:, at].tolist() == slot.history, what
+                    told = statistics[f"layers.{place}"][tensor_type]
+                    assert (told.scale, told.saturated) == (slot.scale, slot.saturated), what
+                    amaxes = slot.history[-1], max(slot.history)
+                    assert (told.amax, told.largest_amax) == amaxes, what

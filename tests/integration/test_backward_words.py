@@ -172,36 +172,6 @@ def test_under_autocast_products_read_values_in_its_dtype(word: str) -> None:
     assert_same(own.weight.grad, (dy.t() @ narrow["input"]).bfloat16().float())
 
 
-#: The conformance tests compile the others, in the long run.
-COMPILED = [
-    ("delayed", HIGH_PRECISION, False),
-    ("rowwise", HIGH_PRECISION, True),
-    ("mxfp8", DEQUANTIZED, False),
-    ("delayed", DEQUANTIZED, True),
-]
-
-
-def test_compiled_layers_have_the_gradients_of_eager_ones() -> None:
-    layers = []
-    for name, word, primary in COMPILED:
-        recipe = ottava.get_recipe(name, backward=word)
-        with ottava.quantized_model_init(recipe) if primary else nullcontext():
-            layers.append(Linear(32, 32, recipe=recipe))
-    net = torch.nn.Sequential(*layers)
-    x = torch.randn(8, 32)
-    results = []
-    for run in (net, torch.compile(net, fullgraph=True, backend="aot_eager")):
-        net.zero_grad()
-        leaf = x.clone().requires_grad_()
-        y = run(leaf)
-        y.square().mean().backward()
-        results.append([y, leaf.grad, *(p.grad for p in net.parameters())])
-        for module in net.modules():
-            if hasattr(module, "reset"):
-                module.reset()
-    assert_same(*results)
-
-
 # -- what is saved --
 
 

@@ -17,7 +17,7 @@ from benchmarks import comparison, kernels, layers, machine, timing
 from benchmarks.markdown import markdown, with_part
 from benchmarks.sections import KEPT, PARTS, RESULTS, TIMED, Part, Settings, Timed, load
 from benchmarks.timing import Timing, interleaved, measure, ready
-from ottava import list_recipes, torch_private
+from ottava import list_recipes
 
 #: Sections whose quick run imports, compiles or trains for seconds.
 QUICK_BUT_SLOW = ["kernels", "imports", "statistics", "exponents", "layouts", "spike", "rounding"]
@@ -157,34 +157,22 @@ def test_a_part_replaces_its_text_its_picture_and_its_results(
 
 
 def test_a_kind_of_machine_says_what_changes_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = machine.Kind
     kinds = {
-        "x86-64, AVX-512, fast BF16, 2 threads": machine.Kind("x86_64", "avx512", True, 2),
-        "x86-64, AVX-512, BF16 by AMX, 2 threads": machine.Kind(
-            "AMD64", "avx512", True, 2, amx=True
-        ),
-        "x86-64, AVX2, no fast BF16, 1 threads": machine.Kind("x86_64", "avx2", False, 1),
-        "arm64, NEON, fast BF16, 4 threads": machine.Kind("aarch64", "neon", True, 4),
+        "x86-64, AVX-512, fast BF16, 2 threads": kind("x86_64", "avx512", True, 2),
+        "x86-64, AVX-512, BF16 by AMX, 2 threads": kind("AMD64", "avx512", True, 2, amx=True),
+        "x86-64, AVX2, no fast BF16, 1 threads": kind("x86_64", "avx2", False, 1),
+        "arm64, NEON, fast BF16, 4 threads": kind("aarch64", "neon", True, 4),
     }
     assert {name: str(value) for name, value in kinds.items()} == {name: name for name in kinds}
-    for name in machine._FORCES:
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OTTAVA_ISA", raising=False)
     before = machine.this_kind(2)
     monkeypatch.setenv("OTTAVA_ISA", "avx2")
-    assert str(machine.this_kind(2)) == f"{before}, forced by OTTAVA_ISA=avx2"
-    other = not before.fast_bf16
-    monkeypatch.setattr(torch_private, "mkldnn_bf16_supported", lambda: other)
-    assert machine.this_kind(2).fast_bf16 is other
-    monkeypatch.setattr(machine, "_cpuinfo", lambda field: {"flags": "fma amx_bf16"}[field])
-    assert machine.this_kind(2).amx
+    assert "forced by" in str(machine.this_kind(2))
+    assert "OTTAVA_ISA=avx2" in str(machine.this_kind(2)) != str(before)
+    # One that restricts oneDNN may leave tiles out.
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     assert not machine.this_kind(2).amx
-
-
-def test_the_processors_name_is_the_systems(tmp_path: Path) -> None:
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\nmodel name : B\n")
-    assert machine.cpu_model(info) == "A CPU @ 2 GHz"
-    assert machine.cpu_model(tmp_path / "nowhere")
 
 
 def test_an_alternative_that_fails_is_left_out_of_its_row() -> None:
@@ -267,11 +255,6 @@ def test_tables_have_a_column_for_every_key() -> None:
         "| 1.00 | x | - |",
         "| - | - | 2 |",
     ]
-    row = {"name": "32", "seconds": {"bf16": 2.0, "float32": 1.0}}
-    rows = layers.table([row | {"figures": {"bf16": 8, "float32": 16}}])
-    assert [row["times bf16"] for row in rows] == [1.0, 0.5]
-    assert [row["times float32"] for row in rows] == [2.0, 1.0]
-    assert [row["saved bytes, of bf16"] for row in rows] == [1.0, 2.0]
 
 
 def test_compiled_code_that_makes_other_bytes_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from torch.nn.utils import parametrize
 import ottava
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.nn import Linear, TransposedLinear
-from ottava_custom import CustomRecipe, by_layer
+from ottava_custom import CustomRecipe, by_layer, by_tensor
 from ottava_integrations import convert_file
+from tests.copying import by_pickle
 
 # It has a state, so that its models begin steps.
 RECIPE = "delayed"
@@ -96,10 +97,6 @@ class Concrete(Abstract):
 
 
 CLASSES = [Net, Slotted, Child, Member, ByMetaclass, Concrete]
-
-
-def by_pickle(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
 
 
 def step(model: Any, size: float = 1.0) -> torch.Tensor:
@@ -382,7 +379,9 @@ def test_patterns_that_name_no_layer_are_refused_with_the_nearest_name(tmp_path:
             ottava.convert(model, path)
         assert f"{place}. Expected: {expected}" in str(error.value)
         with pytest.raises(OptionError, match="by_layer matches no layer") as error:
-            ottava.convert(model, CustomRecipe(by_layer({pattern: "current"}, "identity")))
+            # Inside of another factory, too.
+            weights = by_layer({pattern: "current"}, "identity")
+            ottava.convert(model, CustomRecipe(by_tensor("current", weight=weights)))
         assert f"Expected: {expected}" in str(error.value)
     with pytest.raises(OptionError, match=r"exclude pattern '\*\.q_prj' .*such as \*\.q_proj"):
         ottava.convert(model, "current", exclude="*.q_prj")

@@ -17,7 +17,6 @@ import torch
 
 import ottava
 from ottava.torch_private import PIPELINES
-from ottava_current import Float8CurrentScalingQuantizer
 
 ROOT = Path(__file__).parents[2]
 DRAWING = ROOT / "docs" / "_static" / "way.svg"
@@ -51,14 +50,13 @@ def files(run: Callable[[], Any]) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4), ()], ids=["matrix", "batch", "vector"])
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
 def test_a_pass_takes_the_files_of_the_drawing(
-    recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A process that has imported pipelines asks whether a stage of one is running.
     monkeypatch.delitem(sys.modules, PIPELINES, raising=False)
-    layer, x = ottava.nn.Linear(64, 32, recipe=recipe), torch.randn(*shape, 64, requires_grad=True)
+    layer, x = ottava.nn.Linear(64, 32, recipe=recipe), torch.randn(8, 64, requires_grad=True)
     for _ in range(2):
         layer(x).sum().backward()
     outputs: list[Any] = []
@@ -66,10 +64,8 @@ def test_a_pass_takes_the_files_of_the_drawing(
     backward = files(lambda: outputs[0].backward(torch.ones_like(outputs[0])))
     if recipe == "delayed":
         assert set(forward) == set(drawn_files())
-        assert len(forward) == 11
     else:
         assert forward == [name for name in drawn_files() if name not in OF_STEPS]
-        assert len(forward) == 8
     assert set(backward) <= set(forward)
 
 
@@ -110,22 +106,3 @@ def test_nothing_of_a_pass_waits_for_the_garbage_collector(recipe: str) -> None:
         assert known() is None
     finally:
         gc.enable()
-
-
-def test_a_users_quantize_impl_and_options_set_later_are_noticed_by_a_layer() -> None:
-    class Doubling(Float8CurrentScalingQuantizer):
-        def quantize_impl(self, tensor: torch.Tensor, dtype: Any = None) -> Any:
-            return super().quantize_impl(2 * tensor, dtype)
-
-    recipe = ottava.get_recipe("current")
-    layer, x = ottava.nn.Linear(64, 32, bias=False, recipe=recipe), torch.randn(4, 64)
-    plain = layer(x)
-    own: Any = Doubling(torch.float8_e4m3fn)
-    recipe.set_quantizer_factory(lambda role: own if role.tensor_type == "input" else None)
-    layer.bind(recipe)
-    assert torch.equal(layer(x), 2 * plain)
-    own.fp8_dtype = torch.float8_e5m2
-    layer.bind(recipe)
-    narrow = layer(x)
-    assert not torch.equal(narrow, 2 * plain)
-    torch.testing.assert_close(narrow, 2 * plain, rtol=0.2, atol=0.5)

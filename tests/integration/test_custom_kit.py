@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -84,28 +82,3 @@ def test_wgrad_takes_each_operand_as_its_recipe_says(
     assert torch.equal(found, gemm(*read, "wgrad"))
     exact = torch.equal(found, gemm(operands["grad_output"], operands["input"], "wgrad"))
     assert exact is (len(kept) == 2)
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
-)
-def test_a_layer_of_several_recipes_is_copied_as_a_whole(duplicate: Any) -> None:
-    recipe = CustomRecipe(by_tensor("current", weight="delayed"))
-    layer: Any = ottava.nn.Linear(32, 32, recipe=recipe)
-
-    def train(one: Any, steps: range) -> None:
-        for step in steps:
-            one((1.0 + step) * torch.ones(4, 32)).sum().backward()
-
-    train(layer, range(2))
-    other = duplicate(layer)
-    with torch.no_grad():
-        layer.weight.mul_(3)
-        other.weight.mul_(3)
-    before = layer.recipe_state.delayed.scale.clone()
-    train(other, range(2, 4))
-    assert torch.equal(layer.recipe_state.delayed.scale, before)
-    train(layer, range(2, 4))
-    assert not torch.equal(layer.recipe_state.delayed.scale, before)
-    for mine, theirs in zip(layer.buffers(), other.buffers(), strict=True):
-        assert torch.equal(mine, theirs)

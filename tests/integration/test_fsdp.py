@@ -173,22 +173,27 @@ def test_four_ranks(mesh: DeviceMesh, name: str) -> None:
         loss_of(net, next(batches(1))).backward()
 
 
-#: Bytes of the rowwise data of one of three weights; whether it serves the backward pass too; and
-#: the all-reduces of a forward pass for each group.
-TRAFFIC = {
-    "current": (64 * 64, True, 1),
-    "delayed": (64 * 64, True, 1),
-    "mxfp8": (64 * 64 + 64 * 2, False, 0),
+#: A recipe; the bytes that one direction of one of three weights has; whether rows serve the
+#: backward pass too; and the all-reduces of a forward pass for each group. Scales and amaxes of a
+#: whole weight are not gathered.
+TRAFFIC: dict[str, tuple[Callable[[], ottava.Recipe], int, bool, int]] = {
+    "current": (named("current"), 64 * 64, True, 1),
+    "delayed": (named("delayed", amax_history_len=4), 64 * 64, True, 1),
+    "mxfp8": (named("mxfp8"), 64 * 64 + 64 * 2, False, 0),
+    "mx": (named("mx"), 64 * 32 + 64 * 2, False, 0),
+    "nvfp4": (named("nvfp4"), 64 * 32 + 4 * 4, True, 1),
+    "nvfp4 of rows": (named("nvfp4", disable_2d_quantization=True), 64 * 32 + 64 * 4, False, 1),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("current", marks=pytest.mark.slow), "delayed", "mxfp8"]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "current")) for n in TRAFFIC]
 )
 @on_ranks(2)
 def test_weights_are_gathered_as_bytes(mesh: DeviceMesh, name: str) -> None:
-    """A byte for an element and scales; one all-reduce for a group, none in a backward pass."""
-    weight, serves_both, reductions = TRAFFIC[name]
+    """One or half a byte for an element, and scales; one all-reduce for a group, none in a backward
+    pass."""
+    recipe, weight, serves_both, reductions = TRAFFIC[name]
     # Biases and the norm, of two bytes.
     others = 2 * 4 * 64
     for kept, groups, reshard in (
@@ -197,7 +202,7 @@ def test_weights_are_gathered_as_bytes(mesh: DeviceMesh, name: str) -> None:
         ("quantized", "layers", False),
         ("quantized", "root", True),
     ):
-        net = make(RECIPES[name](), kept)
+        net = make(recipe(), kept)
         shard(net, mesh, groups, reshard_after_forward=reshard)
         optimizer, note = optimizer_of(net, torch.optim.SGD, lr=0.5, foreach=True), (kept, groups)
         for step, batch in enumerate(batches(2)):

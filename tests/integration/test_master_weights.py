@@ -29,7 +29,6 @@ from ottava.distributed import (
 from ottava.tensors import columnwise_layout
 from ottava_blockwise import Float8BlockQuantizer
 from ottava_current import Float8CurrentScalingQuantizer
-from ottava_custom import HybridQuantizer
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
 from ottava_rowwise import Float8RowwiseQuantizer
@@ -353,31 +352,3 @@ def test_one_process_has_all_shards(examples: int) -> None:
 @on_ranks(3)
 def test_ranks(mesh: DeviceMesh, examples: int) -> None:
     check(mesh, examples)
-
-
-@on_ranks(2)
-def test_ranks_send_shards_of_other_lengths(mesh: DeviceMesh) -> None:
-    """Of a quantizer whose amaxes do not suffice."""
-    weight = SilentRows().quantize(torch.ones(100, 64))
-    master = torch.randn(100, 64)
-    own = (slice(0, 6000), slice(6000, None))[mesh.get_rank()]
-    quantize_master_weights([weight], [master.flatten()[own]], [own.start])
-    expected = SilentRows().quantize(master)
-    assert_same(weight._codes.flatten()[own], expected._codes.flatten()[own])
-    assert_same(weight._scale_inv, expected._scale_inv)
-
-
-@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
-@pytest.mark.parametrize("other", [Float8CurrentScalingQuantizer, MXFP8Quantizer])
-def test_one_side_of_a_hybrid(other: Any, side: str) -> None:
-    quantizer = HybridQuantizer(MXFP8Quantizer(E4M3, with_2d_quantization=True), other(E5M2))
-    if side == "columnwise":
-        quantizer = HybridQuantizer(quantizer.columnwise_quantizer, quantizer.rowwise_quantizer)
-    values, master, wanted = torch.randn(64, 64), torch.randn(64, 64), side == "rowwise"
-    one_sided = quantizer.with_usage(wanted, not wanted)
-    for weight in (one_sided(values), quantizer(values)):
-        weight.update_usage(wanted, not wanted)
-        quantize_master_weights([weight], [master.flatten()], [0])
-        assert_same(weight.dequantize(), one_sided(master).dequantize())
-        weight.copy_(quantizer(values))
-        assert_same(weight.dequantize(), one_sided(values).dequantize())

@@ -36,6 +36,7 @@ from ottava.errors import UsageError
 from ottava_delayed import DelayedScaling
 from tests.cases import told
 from tests.comparing import assert_same
+from tests.integration.mixed_recipes import delayed_inputs
 from tests.ranks import on_ranks
 
 # -- pipelines --
@@ -45,13 +46,6 @@ SIZE, MICROBATCHES, STEPS = 32, 4, 2
 
 def delayed() -> DelayedScaling:
     return DelayedScaling(amax_history_len=4)
-
-
-def inputs_alone() -> Any:
-    """Delayed scaling that a factory asks for, besides a recipe without state."""
-    recipe, request = ottava.get_recipe("current"), ottava.QuantizerRequest(delayed())
-    recipe.set_quantizer_factory(lambda role: request if role.tensor_type == "input" else None)
-    return recipe
 
 
 def stage_of(index: int) -> Any:
@@ -153,7 +147,7 @@ def test_a_schedule_is_one_step(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_pipelines_of_other_recipes_and_in_blocks(mesh: DeviceMesh) -> None:
     """Of the stage's own group, or of none: ranks of other stages are not asked."""
-    assert_pipeline(mesh, inputs_alone)
+    assert_pipeline(mesh, delayed_inputs)
     for options in ({}, {"amax_reduction_group": own_group()}):
         assert_pipeline(mesh, block=partial(ottava.autocast, **options))
 

@@ -14,17 +14,9 @@ import torch
 import ottava
 from ottava import checkpoint
 from ottava.errors import DTypeError
+from tests.integration.mixed_recipes import delayed_inputs
 
-
-def mixed() -> ottava.Recipe:
-    """Delayed scaling for the input alone."""
-    recipe = ottava.get_recipe("current")
-    request = ottava.QuantizerRequest(ottava.get_recipe("delayed", amax_history_len=4))
-    recipe.set_quantizer_factory(lambda role: request if role.tensor_type == "input" else None)
-    return recipe
-
-
-RECIPES: dict[str, Any] = {"current": "current", "delayed": "delayed", "mixed": mixed()}
+RECIPES: dict[str, Any] = {"current": "current", "delayed": "delayed", "mixed": delayed_inputs()}
 AFRESH = "the state dict has no scaling state"
 
 
@@ -116,7 +108,7 @@ def test_a_plain_checkpoint_loads_strictly(recipe: str, load: Any, tmp_path: Pat
 
 
 def test_layers_that_are_bound_by_themselves() -> None:
-    for recipe in ("delayed", mixed()):
+    for recipe in ("delayed", delayed_inputs()):
         model = torch.nn.Sequential(*(ottava.nn.Linear(8, 8, recipe=recipe) for _ in range(3)))
         weights = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).state_dict()
         model(torch.ones(2, 8)).sum().backward()

@@ -3,7 +3,6 @@ derive from them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 import ottava
 from ottava.distributed import (
-    is_custom,
     post_all_gather_processing,
     quantize_master_weights,
     replace_raw_data,
@@ -62,27 +60,6 @@ def buffers_for(weight: Any) -> list[torch.Tensor]:
 def no_stale_transpose(weight: Any) -> None:
     transposed = getattr(weight, "_transpose", None)
     assert transposed is None or torch.equal(transposed, weight._data.movedim(-1, 0))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_values_and_everything_else_stay(name: str, layout: str) -> None:
-    for number, shape in enumerate([(33, 40), (64,), (3, 5, 8), (0, 8), (8, 0)]):
-        weight = MAKERS[name]().quantize(torch.randn(shape).bfloat16())
-        before = {name: tensor.clone() for name, tensor in held(weight).items()}
-        rest = {n: t.data_ptr() for n, t in held(weight).items() if n not in names(weight)}
-        about = weight.get_usages(), weight.stride(), weight.dtype, weight._quantizer
-        values, buffers = weight.dequantize(), buffers_for(weight)
-        # Bytes, or elements of the format.
-        views = [b.view(weight.grid_layout.element) if number % 2 else b for b in buffers]
-        replace_raw_data(weight, views[0] if len(views) == 1 else views)
-        after = held(weight)
-        assert_same([*after.values()], [*before.values()])
-        assert_same(weight.dequantize(), values)
-        assert (weight.get_usages(), weight.stride(), weight.dtype, weight._quantizer) == about
-        assert {name: after[name].data_ptr() for name in rest} == rest
-        for attribute, buffer in zip(names(weight), buffers, strict=True):
-            assert after[attribute].data_ptr() == buffer.data_ptr()
-            assert_same(buffer, before[attribute].reshape(-1))
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -197,58 +174,6 @@ def test_weights_without_bytes_of_their_own_are_refused() -> None:
     with pytest.raises(OttavaError):
         replace_raw_data(blocks, [both, both])
     assert_same(blocks.inner_list(), expected)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "blockwise"])
-def test_training_goes_on_in_the_buffer(recipe: str, layout: str) -> None:
-    """Forward, backward, optimizer, copies and loading as without a buffer."""
-
-    def model() -> Any:
-        torch.manual_seed(0)
-        with ottava.quantized_model_init(recipe):
-            layers = [ottava.nn.Linear(32, 32, recipe=recipe) for _ in range(2)]
-        return torch.nn.Sequential(*layers)
-
-    plain, moved = model(), model()
-    placed = [(layer.weight, name) for layer in moved for name in names(layer.weight)]
-    flat = torch.zeros(len(placed) * 1024, dtype=U8)
-    buffers = iter(flat.split(1024))
-    for layer in moved:
-        replace_raw_data(layer.weight, [next(buffers) for _ in names(layer.weight)])
-    losses: list[list[float]] = [[], []]
-    for net, seen in zip((plain, moved), losses, strict=True):
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        random = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            loss = net(torch.randn(32, 32, generator=random)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.item())
-    assert losses[0] == losses[1]
-    for (weight, name), buffer in zip(placed, flat.split(1024), strict=True):
-        assert_same(buffer.view(32, 32), getattr(weight, name))
-    copied, before = copy.deepcopy(moved), flat.clone()
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.zero_()
-    assert_same(flat, before)
-    # Loading writes into the buffer.
-    moved.load_state_dict(copied.state_dict())
-    assert not flat.any()
-    for layer in moved:
-        no_stale_transpose(layer.weight)
-
-
-def test_is_custom() -> None:
-    class Own(MXFP8Quantizer):
-        custom = True
-
-    assert is_custom(Own(E4M3)) is True
-    for maker in MAKERS.values():
-        assert is_custom(maker()) is is_custom(maker().quantize(torch.ones(4, 4))) is False
-    with pytest.raises(TypeError):
-        is_custom(MXFP8Quantizer)
 
 
 # -- bytes that come from elsewhere, in the layout of Hopper --

@@ -13,6 +13,7 @@ import torch
 import ottava
 from ottava_delayed import DelayedScaling
 from tests.comparing import assert_same
+from tests.integration.mixed_recipes import delayed_inputs
 
 
 @contextlib.contextmanager
@@ -40,11 +41,7 @@ def bound(**options: Any) -> torch.nn.Module:
 
 
 def mixed(**options: Any) -> torch.nn.Module:
-    """Delayed scaling for the input alone: its state is a part of the layer's."""
-    recipe = ottava.get_recipe("current")
-    request = ottava.QuantizerRequest(DelayedScaling(amax_history_len=4))
-    recipe.set_quantizer_factory(lambda role: request if role.tensor_type == "input" else None)
-    return ottava.convert(linear(**options), recipe)
+    return ottava.convert(linear(**options), delayed_inputs())
 
 
 def in_a_region(**options: Any) -> torch.nn.Module:

@@ -12,19 +12,12 @@ from torch.export import Dim
 import ottava
 from ottava.errors import UsageError
 from tests.comparing import unchanged
-
-
-def mixed() -> ottava.Recipe:
-    """MXFP8, whose inputs have a state of delayed scaling."""
-    recipe = ottava.get_recipe("mxfp8")
-    request = ottava.QuantizerRequest(ottava.get_recipe("delayed", amax_history_len=4))
-    recipe.set_quantizer_factory(lambda role: request if role.tensor_type == "input" else None)
-    return recipe
+from tests.integration.mixed_recipes import delayed_inputs
 
 
 def model_of(name: str, features: int = 64, *, primary: bool = False) -> Any:
     """A layer after two steps, in evaluation."""
-    recipe = mixed() if name == "mixed" else ottava.get_recipe(name)
+    recipe = delayed_inputs("mxfp8") if name == "mixed" else ottava.get_recipe(name)
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe, enabled=primary):
         layer = ottava.nn.Linear(features, features, name="0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 import ottava
 from ottava import Layout
-from ottava.debug import fake_quantize
 from ottava.formats import Format
 from ottava_blockwise import (
     Float8BlockQuantizer,
@@ -18,17 +16,11 @@ from ottava_blockwise import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
-from tests import arrays
-from tests.comparing import assert_same
-from tests.samples import DTYPES, special, wide
+from tests.layout_recipes import assert_fake_quantizes, assert_made_of, assert_quantizes_by
+from tests.samples import wide
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = {1: (1, 128), 2: (128, 128)}
-INNER = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-
-
-def inner(q: Any) -> list[Any]:
-    return [getattr(q, name) for name in INNER]
 
 
 def layout(element: torch.dtype, dim: int, *, pow_2: bool = True, epsilon: float = 0.0) -> Layout:
@@ -67,14 +59,8 @@ EXACT: dict[str, Any] = {"pow_2": False, "epsilon": 1e-4}
     ],
 )
 def test_the_layout_of_each_role(recipe: Any, role: str, expected: Layout) -> None:
-    quantizer = recipe.quantizer(role)
-    assert type(quantizer) is Float8BlockQuantizer
-    assert quantizer.layout == expected
-    for shape, dtype in itertools.product([(130, 140), (2, 3, 5), (0, 7)], DTYPES):
-        x = wide(*shape, dtype=dtype)
-        assert_same(inner(quantizer(x)), list(arrays.quantize(x, expected)))
-    for _, x in special(torch.bfloat16):
-        assert_same(inner(quantizer(x)), list(arrays.quantize(x, expected)))
+    assert type(recipe.quantizer(role)) is Float8BlockQuantizer
+    assert_quantizes_by(recipe.quantizer(role), expected)
 
 
 def test_defaults_and_spec() -> None:
@@ -90,37 +76,29 @@ def test_defaults_and_spec() -> None:
 
 @pytest.mark.parametrize(("dim", "scales"), [(1, [(200, 3), (300, 2)]), (2, [(2, 3), (3, 2)])])
 def test_tensors_have_names_for_their_parts_and_options(dim: int, scales: Any) -> None:
+    shapes = {
+        "rowwise_data": (4, 50, 300),
+        "rowwise_scale_inv": scales[0],
+        "columnwise_data": (300, 4, 50),
+        "columnwise_scale_inv": scales[1],
+    }
+    options = {"fp8_dtype": E5M2, "block_scaling_dim": dim, "pow_2_scales": True}
     for internal, cls in ((False, Float8BlockwiseQTensor), (True, Float8BlockwiseQTensorStorage)):
         quantizer = Float8BlockQuantizer(E5M2, block_scaling_dim=dim)
         quantizer.internal = internal
-        q = quantizer(wide(4, 50, 300, dtype=torch.bfloat16))
-        assert type(q) is cls
-        assert (q.dtype, q._fp8_dtype) == (torch.bfloat16, E5M2)
-        assert (q._block_scaling_dim, q._pow_2_scales) == (dim, True)
-        shapes = [tuple(t.shape) for t in inner(q)]
-        assert shapes == [(4, 50, 300), scales[0], (300, 4, 50), scales[1]]
-        names = [name.removeprefix("_") for name in INNER]
-        made = cls(
-            **dict(zip(names, inner(q), strict=True)),
-            dtype=torch.bfloat16,
-            fp8_dtype=E5M2,
-            block_scaling_dim=dim,
-            pow_2_scales=True,
+        q: Any = quantizer(wide(4, 50, 300, dtype=torch.bfloat16))
+        assert (q.dtype, {name: getattr(q, f"_{name}") for name in options}) == (
+            torch.bfloat16,
+            options,
         )
-        assert_same(made.dequantize(), q.dequantize())
+        made = assert_made_of(q, cls, shapes, **options)
         assert made.rowwise_serves_columnwise is (dim == 2)
 
 
 @pytest.mark.parametrize(("name", "element"), [("BLOCKWISEE4M3", E4M3), ("BLOCKWISEE5M2", E5M2)])
 def test_fake_quantization_is_that_of_blocks_along_rows(name: str, element: Any) -> None:
-    expected = layout(element, 1)
-    for shape, dtype in itertools.product([(), (0, 3), (1,), (33, 260), (2, 5, 130)], DTYPES):
-        x = wide(*shape, dtype=dtype, sigma=1.0).requires_grad_()
-        got, data = fake_quantize(x, name), arrays.quantize(x, expected)
-        assert_same(got, arrays.decode(*data[:2], expected, columnwise=False, dtype=dtype))
-        got.sum().backward()
-        assert_same(x.grad, torch.ones_like(x))
+    assert_fake_quantizes(name, layout(element, 1))
     recipe = Float8BlockScaling(force_pow_2_scales=False, amax_epsilon=0.5)
-    fake = recipe.fake_quantizer(name)
-    assert fake.layout == layout(element, 1, pow_2=False, epsilon=0.5)
+    expected = layout(element, 1, pow_2=False, epsilon=0.5)
+    assert recipe.fake_quantizer(name).layout == expected
     assert recipe.fake_quantizer("FP8E4M3") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,58 +15,48 @@ from ottava_blockwise import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
+from tests.layout_recipes import parts_of
 
 E4M3 = torch.float8_e4m3fn
+recipe = partial(ottava.get_recipe, "blockwise")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "match"),
-    [
-        ("fp8_format", "E9", "fp8_format is 'E9'.*HYBRID"),
-        ("force_pow_2_scales", 1, "force_pow_2_scales is 1.*True or False"),
-        ("amax_epsilon", -1.0, "epsilon"),
-        ("x_block_scaling_dim", 0, r"x_block_scaling_dim is 0.*1 x 128.*128 x 128"),
-        ("w_block_scaling_dim", True, "w_block_scaling_dim is True"),
-        ("grad_block_scaling_dim", 2.0, "grad_block_scaling_dim is 2.0"),
-        ("margin", 0, "margin.*fp8_format"),
-    ],
-)
-def test_recipe(field: str, value: Any, match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        ottava.get_recipe("blockwise", **{field: value})
+def quantizer(**options: Any) -> Any:
+    return Float8BlockQuantizer(**{"fp8_dtype": E4M3} | options)
 
 
-@pytest.mark.parametrize(
-    ("error", "options", "match"),
-    [
-        (DTypeError, {"fp8_dtype": torch.int8}, "int8"),
-        (OptionError, {"block_scaling_dim": 3}, "block_scaling_dim is 3"),
-        (OptionError, {"block_scaling_dim": True}, "block_scaling_dim is True"),
-        (OptionError, {"force_pow_2_scales": 1}, "force_pow_2_scales is 1"),
-        (OptionError, {"amax_epsilon": -1.0}, "epsilon"),
-    ],
-)
-def test_quantizer(error: type[Exception], options: dict[str, Any], match: str) -> None:
-    with pytest.raises(error, match=match):
-        Float8BlockQuantizer(**{"fp8_dtype": E4M3} | options)
+def tensor(cls: Any = Float8BlockwiseQTensor, **replaced: Any) -> Any:
+    q = quantizer(columnwise=False)(torch.ones(200, 300))
+    return cls(**parts_of(q, fp8_dtype=E4M3) | replaced)
 
 
-@pytest.mark.parametrize("cls", [Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage])
-def test_tensors(cls: Any) -> None:
-    q = Float8BlockQuantizer(E4M3)(torch.ones(200, 300))
-    parts = {
-        "rowwise_data": q._rowwise_data,
-        "rowwise_scale_inv": q._rowwise_scale_inv,
-        "dtype": torch.float32,
-        "fp8_dtype": E4M3,
-    }
-    assert cls(**parts).shape == (200, 300)
-    for error, replaced, match in (
-        (DTypeError, {"fp8_dtype": torch.int8}, "int8"),
-        (ShapeError, {"block_scaling_dim": 1}, r"\(2, 3\).*\(200, 3\)"),
-        (OptionError, {"block_scaling_dim": 0}, "block_scaling_dim is 0"),
-        (OptionError, {"pow_2_scales": 1}, "pow_2_scales is 1"),
-        (DTypeError, {"rowwise_scale_inv": q._rowwise_scale_inv.half()}, "float16"),
-    ):
-        with pytest.raises(error, match=match):
-            cls(**parts | replaced)
+storage = partial(tensor, Float8BlockwiseQTensorStorage)
+HALF = torch.ones(2, 3).half()
+#: What is made, with which options, the error and words of it.
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (recipe, {"fp8_format": "E9"}, OptionError, "fp8_format is 'E9'.*HYBRID"),
+    (recipe, {"force_pow_2_scales": 1}, OptionError, "force_pow_2_scales is 1.*True or False"),
+    (recipe, {"amax_epsilon": -1.0}, OptionError, "epsilon"),
+    (recipe, {"x_block_scaling_dim": 0}, OptionError, "x_block_scaling_dim is 0.*1 x.*128 x 128"),
+    (recipe, {"w_block_scaling_dim": True}, OptionError, "w_block_scaling_dim is True"),
+    (recipe, {"grad_block_scaling_dim": 2.0}, OptionError, "grad_block_scaling_dim is 2.0"),
+    (recipe, {"margin": 0}, OptionError, "margin.*fp8_format"),
+    (quantizer, {"fp8_dtype": torch.int8}, DTypeError, "int8"),
+    (quantizer, {"block_scaling_dim": 3}, OptionError, "block_scaling_dim is 3"),
+    (quantizer, {"block_scaling_dim": True}, OptionError, "block_scaling_dim is True"),
+    (quantizer, {"force_pow_2_scales": 1}, OptionError, "force_pow_2_scales is 1"),
+    (quantizer, {"amax_epsilon": -1.0}, OptionError, "epsilon"),
+    (tensor, {"fp8_dtype": torch.int8}, DTypeError, "int8"),
+    (tensor, {"block_scaling_dim": 1}, ShapeError, r"\(2, 3\).*\(200, 3\)"),
+    (tensor, {"block_scaling_dim": 0}, OptionError, "block_scaling_dim is 0"),
+    (tensor, {"pow_2_scales": 1}, OptionError, "pow_2_scales is 1"),
+    (tensor, {"rowwise_scale_inv": HALF}, DTypeError, "float16"),
+    (storage, {"pow_2_scales": 1}, OptionError, "pow_2_scales is 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "words"), REFUSED)
+def test_refused(make: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    assert make() is not None
+    with pytest.raises(error, match=words):
+        make(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ import torch
 
 import ottava
 from ottava import Layout
-from ottava.debug import fake_quantize
 from ottava.formats import Format
 from ottava.tensors import Float8Tensor, Float8TensorStorage
 from ottava_current import Float8CurrentScaling, Float8CurrentScalingQuantizer
 from tests import arrays
 from tests.comparing import assert_same
+from tests.layout_recipes import assert_fake_quantizes
 from tests.samples import DTYPES, special, wide
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,14 +74,8 @@ def test_defaults_and_spec() -> None:
 
 @pytest.mark.parametrize(("name", "element"), [("FP8E4M3", E4M3), ("FP8E5M2", E5M2)])
 def test_fake_quantization(name: str, element: Any) -> None:
-    expected = layout(element)
-    for shape, dtype in itertools.product([(), (0, 3), (33, 65)], DTYPES):
-        x = wide(*shape, dtype=dtype, sigma=1.0)
-        data = arrays.quantize(x, expected)
-        values = arrays.decode(*data[:2], expected, columnwise=False, dtype=dtype)
-        assert_same(fake_quantize(x, name), values)
-    fake = OTHER.fake_quantizer(name)
-    assert fake.layout == layout(element, pow_2=True, epsilon=0.25)
+    assert_fake_quantizes(name, layout(element))
+    assert OTHER.fake_quantizer(name).layout == layout(element, pow_2=True, epsilon=0.25)
     assert OTHER.fake_quantizer("MXFP8E4M3") is None
 
 
@@ -111,3 +104,17 @@ def test_a_quantize_impl_that_takes_a_tensor_alone(kind: Any) -> None:
         q = kind(E4M3)(x)
         assert q.dtype == dtype
         assert_same(q.dequantize(), Float8CurrentScalingQuantizer(E4M3)(2 * x).dequantize())
+
+
+def test_a_quantize_impl_and_options_that_are_set_later_are_noticed_by_a_layer() -> None:
+    recipe, own = Float8CurrentScaling(), Doubling(E4M3)
+    layer, x = ottava.nn.Linear(64, 32, bias=False, recipe=recipe), torch.randn(4, 64)
+    plain = layer(x)
+    recipe.set_quantizer_factory(lambda role: own if role.tensor_type == "input" else None)
+    layer.bind(recipe)
+    assert_same(layer(x), 2 * plain)
+    own.fp8_dtype = E5M2
+    layer.bind(recipe)
+    narrow = layer(x)
+    assert not torch.equal(narrow, 2 * plain)
+    torch.testing.assert_close(narrow, 2 * plain, rtol=0.2, atol=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,39 +14,35 @@ from ottava.errors import DeviceError, DTypeError, OptionError, UsageError
 from ottava_current import Float8CurrentScalingQuantizer
 
 E4M3 = torch.float8_e4m3fn
+recipe = partial(ottava.get_recipe, "current")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "match"),
-    [
-        ("fp8_format", "E9", "fp8_format is 'E9'.*HYBRID"),
-        ("amax_epsilon", math.nan, "epsilon"),
-        ("force_pow_2_scales", 2, "force_pow_2_scales is 2.*True or False"),
-        ("with_amax_reduction", None, "with_amax_reduction is None"),
-        ("format", "E4M3", "format.*fp8_format"),
-    ],
-)
-def test_recipe(field: str, value: Any, match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        ottava.get_recipe("current", **{field: value})
+def quantizer(**options: Any) -> Any:
+    return Float8CurrentScalingQuantizer(**{"fp8_dtype": E4M3} | options)
 
 
-@pytest.mark.parametrize(
-    ("error", "options", "match"),
-    [
-        (DTypeError, {"fp8_dtype": torch.float16}, "float16.*float8_e4m3fn"),
-        (OptionError, {"amax_epsilon": -1.0}, "epsilon"),
-        (OptionError, {"force_pow_2_scales": 2}, "force_pow_2_scales is 2"),
-        (OptionError, {"with_amax_reduction": 1}, "with_amax_reduction is 1"),
-        (DeviceError, {"device": "bogus"}, "bogus"),
-    ],
-)
-def test_quantizer(error: type[Exception], options: dict[str, Any], match: str) -> None:
-    with pytest.raises(error, match=match):
-        Float8CurrentScalingQuantizer(**{"fp8_dtype": E4M3} | options)
+#: What is made, with which options, the error and words of it.
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (recipe, {"fp8_format": "E9"}, OptionError, "fp8_format is 'E9'.*HYBRID"),
+    (recipe, {"amax_epsilon": math.nan}, OptionError, "epsilon"),
+    (recipe, {"force_pow_2_scales": 2}, OptionError, "force_pow_2_scales is 2.*True or False"),
+    (recipe, {"with_amax_reduction": None}, OptionError, "with_amax_reduction is None"),
+    (recipe, {"format": "E4M3"}, OptionError, "format.*fp8_format"),
+    (quantizer, {"fp8_dtype": torch.float16}, DTypeError, "float16.*float8_e4m3fn"),
+    (quantizer, {"amax_epsilon": -1.0}, OptionError, "epsilon"),
+    (quantizer, {"force_pow_2_scales": 2}, OptionError, "force_pow_2_scales is 2"),
+    (quantizer, {"with_amax_reduction": 1}, OptionError, "with_amax_reduction is 1"),
+    (quantizer, {"device": "bogus"}, DeviceError, "bogus"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "words"), REFUSED)
+def test_refused(make: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    assert make() is not None
+    with pytest.raises(error, match=words):
+        make(**options)
 
 
 def test_reduction_without_a_process_group() -> None:
-    quantizer = Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
     with pytest.raises(UsageError, match="init_process_group"):
-        quantizer(torch.ones(2))
+        quantizer(with_amax_reduction=True)(torch.ones(2))

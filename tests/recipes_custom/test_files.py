@@ -151,35 +151,6 @@ def test_factories_compare_copy_and_pickle(tmp_path: Path) -> None:
     assert "model.yaml" in repr(one)
 
 
-PRECEDENCE = """\
-default: {recipe: alpha, epsilon: 0}
-layers:
-  - {match: a, weight: {recipe: alpha, epsilon: 1}}
-  - match: "*"
-    grad_input: {recipe: alpha, epsilon: 2}
-    backward: {recipe: alpha, epsilon: 3}
-    input: {recipe: alpha, epsilon: 4}
-  - match: [a, b]
-    forward: {recipe: alpha, epsilon: 6}
-"""
-
-
-def test_the_first_rule_with_a_role_serves_and_in_it_the_most_specific_key() -> None:
-    made = factory(PRECEDENCE)
-    for name, tensor_type, epsilon in (
-        ("a", "weight", 1),
-        ("a", "grad_input", 2),
-        ("a", "grad_output", 3),
-        ("a", "input", 4),
-        ("a", "output", 6),
-        ("b", "weight", 6),
-        ("b", "of-another-kind", 6),
-        ("c", "weight", 0),
-        ("c", "grad_output", 3),
-    ):
-        assert made(role(name, tensor_type)).recipe.epsilon == epsilon, (name, tensor_type)
-
-
 @pytest.mark.parametrize(
     ("pattern", "fitting", "others"),
     [

@@ -19,7 +19,7 @@ from ottava.distributed import (
     quantize_master_weights,
     rule_of,
 )
-from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.errors import OptionError, UsageError
 from ottava.layout import Rotation
 from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
 from ottava_custom import (
@@ -27,7 +27,6 @@ from ottava_custom import (
     CustomRecipe,
     HybridQuantizer,
     IdentityQuantizer,
-    IdentityTensorStorage,
     by_direction,
     identity_factory,
 )
@@ -95,8 +94,6 @@ def test_identity_keeps_values_of_its_own() -> None:
                 tensor.mul_(2)
                 assert_same(tensor.dequantize(), before * 2, note=shape)
     assert quantizer.is_requantization_safe()
-    with pytest.raises(UsageError, match="holds no data"):
-        IdentityTensorStorage(dtype=torch.float32, rowwise=True, columnwise=True).dequantize()
 
 
 @pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
@@ -185,20 +182,6 @@ def test_one_side_alone(pair: str) -> None:
     assert torch.equal(both.dequantize(), columns.dequantize())
 
 
-@PAIR
-def test_files_hold_both_sides(pair: str, tmp_path: Path) -> None:
-    tensor = hybrid(pair)(torch.randn(4, 6))
-    torch.save(tensor, tmp_path / "w.pt")
-    checkpoint.save_file({"w": tensor}, tmp_path / "w.safetensors")
-    for other in (
-        torch.load(tmp_path / "w.pt", weights_only=True),
-        checkpoint.load_file(tmp_path / "w.safetensors")["w"],
-    ):
-        assert type(other) is type(tensor)
-        for columnwise in (False, True):
-            assert_same(values(other, columnwise), values(tensor, columnwise))
-
-
 def test_views_lie_where_plain_ones_do() -> None:
     for quantizer in (IdentityQuantizer(), reference(E4M3)):
         check_places(quantizer(torch.randn(96, 64)), set(VIEWS))
@@ -280,24 +263,6 @@ def test_rows_are_independent_where_both_sides_say_so() -> None:
         assert rule_of(quantizer).independent_rows(quantizer) == expected
 
 
-class Stateful(GridQuantizer):
-    stateful = True
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "error"),
-    [
-        (None, reference(E4M3), DTypeError),
-        (reference(E4M3), "current", DTypeError),
-        (Stateful(BY_ROWS), reference(E4M3), OptionError),
-        (reference(E4M3), Stateful(BY_ROWS), OptionError),
-    ],
-)
-def test_what_cannot_be_a_side_is_refused(rows: Any, columns: Any, error: Any) -> None:
-    with pytest.raises(error, match=r"(rowwise|columnwise)_quantizer is a"):
-        HybridQuantizer(rows, columns)
-
-
 @PAIR
 def test_a_hybrid_as_a_side_gives_its_own_side(pair: str) -> None:
     rows, columns = PAIRS[pair]
@@ -343,25 +308,6 @@ def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
         (layer.weight.grad, qdy.t() @ exact(E5M2, x)),
     ):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-# The process that compiles for the conformance kit has imported the compiler.
-@pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
-@PAIR
-@pytest.mark.parametrize("primary", [False, True])
-def test_layers_compile(pair: str, primary: bool) -> None:
-    torch._dynamo.reset()
-    recipe, results = CustomRecipe(lambda role: hybrid(pair)), []
-    with ottava.quantized_model_init(recipe, enabled=primary):
-        layer = ottava.nn.Linear(8, 8, bias=False, recipe=recipe)
-    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        layer.zero_grad()
-        x = torch.ones(3, 8, requires_grad=True)
-        y = run(x)
-        y.square().sum().backward()
-        results.append([y, x.grad, layer.weight.grad])
-    assert_same(*results)
 
 
 # In a process that has imported core and no recipe; each file in a fork of it.

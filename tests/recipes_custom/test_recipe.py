@@ -13,7 +13,6 @@ import torch
 
 import ottava
 from ottava import QuantizerRequest, QuantizerRole
-from ottava.errors import DTypeError, OptionError, RecipeNotFoundError
 from ottava_custom import (
     CurrentScalingQuantizerRef,
     CustomRecipe,
@@ -80,12 +79,6 @@ def test_what_serves_a_role(name: str) -> None:
     assert kinds(recipe, layer) == expected
 
 
-def test_the_sides_of_a_direction() -> None:
-    made: Any = CustomRecipe(by_direction("custom", "identity")).quantizer("weight")
-    assert type(made.rowwise_quantizer) is REF
-    assert type(made.columnwise_quantizer) is IDENTITY
-
-
 def test_recipes_compare_copy_and_pickle() -> None:
     def made(pattern: str = "a") -> CustomRecipe:
         by_weight = by_tensor("custom", weight="identity")
@@ -145,85 +138,6 @@ def test_explanations() -> None:
     explained = recipe.explain(QuantizerRole("linear", "input", "head"))
     assert (explained.rowwise, explained.columnwise) == ("IdentityQuantizer",) * 2
     assert recipe.rules() == ()
-
-
-def test_a_pattern_that_fits_no_layer_is_refused_with_the_nearest() -> None:
-    def converted(pattern: str) -> Any:
-        by_weight = by_tensor("custom", weight=by_layer({pattern: "identity"}, "custom"))
-        return ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), CustomRecipe(by_weight))
-
-    assert kinds(converted("0")[0].recipe, "0") == [REF, IDENTITY, REF]
-    with pytest.raises(OptionError, match=r"pattern '10' of by_layer matches no layer") as caught:
-        converted("10")
-    assert "a name such as 0" in str(caught.value)
-
-
-WEIGHT = QuantizerRole("", "weight")
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a number": (lambda: CustomRecipe(3), DTypeError, "qfactory is a int"),  # type: ignore[arg-type]
-    "a function of nothing": (
-        lambda: CustomRecipe(lambda: None),  # type: ignore[arg-type,misc]
-        *(DTypeError, r"qfactory cannot be called.*qfactory\(role\)"),
-    ),
-    "a function of two": (
-        lambda: CustomRecipe(lambda role, layer: None),  # type: ignore[arg-type,misc]
-        *(DTypeError, "qfactory cannot be called.*'layer'"),
-    ),
-    "a path": (
-        lambda: CustomRecipe("a/model.yaml"),  # type: ignore[arg-type]
-        *(OptionError, r"CustomRecipe.from_file\('a/model.yaml'\)"),
-    ),
-    "an unknown name": (
-        lambda: CustomRecipe("nonesuch"),  # type: ignore[arg-type]
-        *(RecipeNotFoundError, "quantizer factory 'nonesuch'"),
-    ),
-    "no quantizer": (
-        lambda: CustomRecipe(lambda role: None).quantizer("input"),
-        *(DTypeError, "returned None for .*IdentityQuantizer"),
-    ),
-    "a text for a quantizer": (
-        lambda: CustomRecipe(lambda role: "x").quantizer("input"),
-        *(DTypeError, "returned a str for"),
-    ),
-    "a class for a quantizer": (
-        lambda: CustomRecipe(lambda role: IDENTITY).quantizer("input"),
-        *(DTypeError, "returned a ABCMeta for"),
-    ),
-    "a factory and a file": (
-        lambda: ottava.get_recipe("custom", qfactory="identity", file="a.yaml"),
-        *(OptionError, "qfactory and file"),
-    ),
-    "a pattern that is a number": (
-        lambda: by_layer({3: "identity"}, "identity"),  # type: ignore[dict-item]
-        *(DTypeError, "a pattern is a int"),
-    ),
-    "a factory that is a number": (
-        lambda: by_layer({"a": 3}, "identity"),  # type: ignore[dict-item]
-        *(DTypeError, "the factory is a int"),
-    ),
-    "an unknown default": (*(lambda: by_layer({}, "nonesuch"), RecipeNotFoundError, "nonesuch"),),
-    "an unknown tensor": (
-        lambda: by_tensor("identity", wieght="identity"),
-        *(OptionError, "tensor type 'wieght'"),
-    ),
-    "no quantizer for a side": (
-        lambda: by_direction("identity", lambda role: None)(WEIGHT),
-        *(OptionError, "no quantizer"),
-    ),
-    "options for a recipe that is built": (
-        lambda: mirror(CustomRecipe(identity_factory), qfactory="identity"),
-        *(DTypeError, "options for a recipe that is built"),
-    ),
-    "a mirror of nothing": (lambda: mirror("nonesuch"), RecipeNotFoundError, "nonesuch"),
-    "a mirror of a number": (lambda: mirror(3), DTypeError, "int"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told(name: str) -> None:
-    make, error, words = MISTAKES[name]
-    with pytest.raises(error, match=words):
-        make()
 
 
 def test_a_factory_that_raises_leaves_the_model_as_it_was() -> None:

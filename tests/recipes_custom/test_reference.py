@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import ottava
 from ottava import Layout, kernels
 from ottava.distributed import is_custom
-from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from ottava.errors import OptionError, UsageError
 from ottava.gemm import gemm
 from ottava_custom import (
     CurrentScalingQuantizerRef,
@@ -111,29 +110,9 @@ def test_it_is_built_from_its_parts(kind: Any) -> None:
     ):
         tensor = kind(**parts, dtype=torch.float32, quant_dtype=E5M2)
         assert torch.equal(tensor.dequantize(), both.dequantize())
+        assert not getattr(tensor, "requires_grad", False)
         assert tensor.original_shape == (2, 3, 4)
         assert tensor.get_usages() == {"rowwise": "data" in parts, "columnwise": "data_t" in parts}
-
-
-BYTES, ONE = torch.zeros(2, 2, dtype=torch.uint8), torch.ones(())
-WRONG_PARTS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
-    "none": ({}, UsageError),
-    "no data": ({"scale": ONE}, UsageError),
-    "no scale": ({"data": BYTES}, DTypeError),
-    "two scales": ({"data": BYTES, "scale": torch.ones(2)}, ShapeError),
-    "a scale in float64": ({"data": BYTES, "scale": ONE.double()}, DTypeError),
-    "data in float32": ({"data": BYTES.float(), "scale": ONE}, DTypeError),
-    "another shape": ({"data": BYTES, "scale": ONE, "original_shape": (3, 2)}, ShapeError),
-    "another transpose": ({"data": BYTES, "data_t": BYTES[:1], "scale": ONE}, ShapeError),
-    "int8": ({"data": BYTES, "scale": ONE, "quant_dtype": torch.int8}, DTypeError),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_PARTS)
-def test_parts_that_do_not_fit_are_refused(name: str) -> None:
-    parts, error = WRONG_PARTS[name]
-    with pytest.raises(error):
-        CurrentScalingTensorRef(**parts)
 
 
 def test_the_data_of_a_parameter_is_what_torch_means() -> None:
@@ -148,36 +127,12 @@ def test_the_data_of_a_parameter_is_what_torch_means() -> None:
     assert torch.equal(tensor.dequantize(), torch.full((2, 3), 2.0))
 
 
-def test_options_distinguish_quantizers() -> None:
-    quantizers = {
-        reference(E4M3),
-        reference(E4M3, pow_2_scales=True),
-        reference(E4M3, eps=0.5),
-        reference(E5M2, eps=0.5),
-        reference(E5M2, eps=0.5).copy(),
-    }
-    assert len(quantizers) == 4
-    one = reference(E4M3)
-    assert is_custom(one)
-    assert is_custom(one(torch.ones(2, 2)))
-    one.fp8_dtype = E5M2
-    assert one.dtype == one.fp8_dtype == E5M2
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"dtype": torch.int8}, DTypeError),
-        ({"dtype": E4M3, "eps": -1.0}, OptionError),
-        ({"dtype": E4M3, "eps": math.nan}, OptionError),
-        ({"dtype": E4M3, "pow_2_scales": 1}, OptionError),
-        ({"dtype": E4M3, "rowwise": None}, OptionError),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(options: Any, error: Any) -> None:
-    with pytest.raises(error):
-        reference(**options)
+def test_a_quantizer_is_custom_and_has_its_dtype_by_two_names() -> None:
+    quantizer = reference(E4M3)
+    assert is_custom(quantizer)
+    assert is_custom(quantizer(torch.ones(2, 2)))
+    quantizer.fp8_dtype = E5M2
+    assert quantizer.dtype == quantizer.fp8_dtype == E5M2
 
 
 def test_the_factory_has_the_formats_of_the_roles() -> None:
@@ -185,8 +140,6 @@ def test_the_factory_has_the_formats_of_the_roles() -> None:
         expected = E4M3 if tensor_type in ("input", "weight") else E5M2
         assert current_scaling_ref_factory(tensor_type).dtype == expected
     assert current_scaling_ref_factory is current_scaling_ref_quantizer_factory
-    with pytest.raises(OptionError, match="tensor type 'bias'"):
-        current_scaling_ref_factory("bias")
 
 
 # -- products --
@@ -245,32 +198,6 @@ def test_products_read_the_usage_that_they_need() -> None:
     with pytest.raises(UsageError, match="without rowwise data in a product"):
         gemm(columns(torch.randn(5, 7)), w, "fprop")
     assert torch.equal(gemm(q(dy), x, "wgrad"), gemm(columns(dy), columns(x.dequantize()), "wgrad"))
-    with pytest.raises(OptionError, match="gemm_type"):
-        q.qgemm(x, w, None, torch.float32, None, None, gemm_type="forward")
-    with pytest.raises(OptionError, match="accumulate"):
-        q.qgemm(x, w, None, torch.float32, None, None, accumulate=True)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error"),
-    [
-        ({"qx": torch.zeros(5, 7, dtype=torch.uint8)}, DTypeError),
-        ({"qx": None}, DTypeError),
-        ({"qx": torch.zeros(5, 6)}, ShapeError),
-        ({"sx": 2.0}, DTypeError),
-        ({"sw": torch.ones(2)}, DTypeError),
-        ({"bias": torch.zeros(5)}, ShapeError),
-        ({"out": torch.zeros(5, 5)}, ShapeError),
-        ({"out": torch.zeros(1, 6)}, ShapeError),
-        ({"out": torch.zeros(5, 6, dtype=torch.int32)}, DTypeError),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(changed: Any, error: Any) -> None:
-    arguments: Any = {"qx": torch.ones(5, 7), "qw": torch.ones(6, 7), "sx": ONE, "sw": ONE}
-    arguments |= {"m_params": None, "out_dtype": torch.float32}
-    reference(E4M3).qgemm(**arguments)
-    with pytest.raises(error):
-        reference(E4M3).qgemm(**(arguments | changed))
 
 
 # -- layers --

@@ -92,12 +92,6 @@ def write_and_copy(net: Any) -> Any:
     return copy.deepcopy(net)
 
 
-def run_and_copy(net: Any) -> Any:
-    """A copy of a model that ran a step."""
-    train_quantized(net, net)
-    return copy.deepcopy(net)
-
-
 def train_quantized(net: Any, run: Any) -> list[torch.Tensor]:
     """Outputs and gradients of three steps, and the state at the end of each."""
     optimizer, results = torch.optim.SGD(net.parameters(), lr=0.5), []
@@ -116,10 +110,8 @@ def train_quantized(net: Any, run: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("layers", "prepared"),
     [
-        pytest.param(1, lambda net: net, id="one layer", marks=pytest.mark.slow),
         pytest.param(2, lambda net: net, id="two layers"),
         pytest.param(1, write_and_copy, id="written to and copied"),
-        pytest.param(1, run_and_copy, id="a copy of one that ran", marks=pytest.mark.slow),
     ],
 )
 def test_quantized_weights_are_recorded_from_the_first_step(

@@ -172,15 +172,6 @@ def test_a_weight_that_is_kept_for_microbatches_counts_once() -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_delayed_scaling_of_one_tensor_of_a_layer() -> None:
-    recipe = ottava.get_recipe("delayed", margin=1)
-    request = ottava.QuantizerRequest(RECIPE)
-    recipe.set_quantizer_factory(lambda role: request if role.tensor_type == "weight" else None)
-    with clamped() as operands:
-        evaluated(merged(recipe))
-    assert operands == WEIGHT
-
-
 def test_copies_count_from_zero() -> None:
     """The counts are no state."""
     net = merged()

@@ -182,14 +182,6 @@ def test_wrapped_models(mesh: DeviceMesh, way: str) -> None:
 
 
 @on_ranks(2)
-def test_functions_of_a_recipe_see_reduced_amaxes(mesh: DeviceMesh) -> None:
-    net = ottava.convert(model(), recipe(amax_compute_algo=lambda history: history.amax(0)))
-    for step in range(3):
-        net(shard(step, mesh.get_rank())).sum().backward()
-    assert_same(net[0].recipe_state.scale[0], scale_after(range(2), range(2)))
-
-
-@on_ranks(2)
 def test_a_model_that_was_loaded_after_an_evaluation(mesh: DeviceMesh) -> None:
     """Layers that only evaluated in a block begin their first step together."""
     rank, chosen = mesh.get_rank(), recipe()

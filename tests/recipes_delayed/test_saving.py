@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 
 import ottava
 from ottava.errors import UsageError
@@ -35,44 +32,6 @@ def assert_equal_models(one: torch.nn.Module, other: torch.nn.Module) -> None:
     mine, theirs = one.state_dict(), other.state_dict()
     assert mine.keys() == theirs.keys()
     assert_same([*mine.values()], [*theirs.values()], note=list(mine))
-
-
-def through_safetensors(state: Any, folder: Path) -> Any:
-    safetensors.torch.save_file(state, folder / "state.safetensors")
-    return safetensors.torch.load_file(folder / "state.safetensors")
-
-
-def through_dcp(state: Any, folder: Path) -> Any:
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
-    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    return loaded
-
-
-@pytest.mark.parametrize("way", [through_safetensors, through_dcp])
-def test_training_goes_on_from_a_file(way: Any, tmp_path: Path) -> None:
-    straight, interrupted = train(model(), range(6)), train(model())
-    state = way(interrupted.state_dict(), tmp_path)
-    assert {type(value) for value in state.values()} == {torch.Tensor}
-    resumed = model()
-    resumed.load_state_dict(state, strict=True)
-    assert_equal_models(resumed, interrupted)
-    train(resumed, range(3, 6))
-    assert_equal_models(resumed, straight)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_model_on_meta_is_filled_from_a_state_dict(assign: bool) -> None:
-    net, other = train(model()), model().to("meta")
-    assert all(buffer.is_meta for buffer in other.buffers())
-    assert other(torch.empty(3, 16, device="meta")).shape == (3, 4)
-    if not assign:
-        other.to_empty(device="cpu")
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    other.load_state_dict(state, assign=assign)
-    for one in (net, other):
-        train(one, range(3, 5))
-    assert_equal_models(net, other)
 
 
 def assigned(state: Any) -> None:
@@ -139,13 +98,6 @@ def test_a_history_of_another_length(saved: int, loaded: int) -> None:
     assert torch.equal(other[0].recipe_state.scale, net[0].recipe_state.scale)
     # The dictionary is the caller's.
     assert state["0.recipe_state.amax_history"].shape[0] == saved
-
-
-def test_another_number_of_slots_is_an_error() -> None:
-    state = train(model()).state_dict()
-    state["0.recipe_state.amax_history"] = torch.zeros(LENGTH, 4)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model().load_state_dict(state)
 
 
 def test_a_state_says_what_it_has() -> None:

@@ -57,32 +57,6 @@ def statistics(net: Any, tensor_type: str = "input") -> Any:
     return scaling_statistics(net)["0"][tensor_type]
 
 
-def test_a_step_uses_the_scales_of_the_steps_before() -> None:
-    net, amaxes = ottava.convert(model(), delayed()), []
-    state = net[0].recipe_state
-    for step in range(2 * LENGTH):
-        net(batch(step)).square().mean().backward()
-        assert state.scale[0].item() == (scale_for(*amaxes[-LENGTH:]) if step else 1.0)
-        amaxes.append(amax(batch(step)))
-        # Row 0 is that of this step, the last row that of the step before.
-        assert state.amax_history[[0, -1], 0].tolist() == [amaxes[-1], (0, *amaxes)[-2]]
-        assert state.amax_history[0, 1].item() == amax(net[0].weight)
-        seen = statistics(net)
-        assert (seen.amax, seen.largest_amax) == ((0, *amaxes)[-2], max(amaxes[-LENGTH:]))
-
-
-def test_values_that_are_clamped_are_counted() -> None:
-    net = ottava.convert(model(), delayed())
-    net(batch(0)).sum().backward()
-    net(batch(0)).sum().backward()
-    quiet, outliers = statistics(net), batch(0)
-    outliers[3, :5] *= 1000
-    net(outliers).sum().backward()
-    loud = statistics(net)
-    assert loud.saturated - quiet.saturated == int((outliers.abs() * quiet.scale > 448).sum()) > 0
-    assert loud.largest_amax == amax(outliers)
-
-
 def test_regions_of_equal_recipes_go_on_with_the_state() -> None:
     """Of a recipe that is made anew, of a name, and of no recipe around a layer that has one."""
     bound, unbound = Linear(16, 16, recipe="delayed"), Linear(16, 16)
@@ -214,24 +188,6 @@ def test_a_recomputation_where_torch_tells_no_backward_pass(
 
 
 # -- calibration --
-
-
-@pytest.mark.parametrize("around", [None, PLAIN, REENTRANT], ids=["", "plain", "reentrant"])
-def test_calibration_computes_in_high_precision_and_sets_scales(around: Any) -> None:
-    net, plain = ottava.convert(model(), delayed()), model()
-    for step in (0, 1):
-        x = batch(step).requires_grad_()
-        with ottava.autocast(calibrating=True):
-            y = net(x) if around is None else around(net, x)
-        exact = plain(batch(step))
-        assert torch.equal(y, exact)
-        y.sum().backward()
-        exact.sum().backward()
-    assert torch.equal(net[0].weight.grad, plain[0].weight.grad)
-    state, scales = net[0].recipe_state, [amax(batch(0)), amax(batch(1))]
-    expected = [scale_for(*scales), scale_for(amax(plain[0].weight)), 1.0]
-    assert state.scale.tolist() == expected
-    assert not state.amax_history[0].any()
 
 
 def test_a_layer_that_is_bound_or_converted_later_keeps_what_it_has_learnt() -> None:

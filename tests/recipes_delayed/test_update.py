@@ -92,20 +92,6 @@ def test_scales_and_histories(
             assert_same(state.amax_history, history, note=step)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_slots_that_saw_nothing_stay(count: int) -> None:
-    recipe = DelayedScaling(amax_history_len=3)
-    states = [DelayedScalingState(recipe, ROLES) for _ in range(count)]
-    for state in states:
-        state.amax_history[:, 1] = torch.tensor([0.0, 5.0, 7.0])
-        state.scale[1] = 3.0
-        state.amax_history[0, 0] = 1.0
-    recipe.update_states(states, None)
-    for state in states:
-        assert state.scale.tolist() == [448.0, 3.0, 1.0]
-        assert state.amax_history.tolist() == [[0.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 7.0, 0.0]]
-
-
 # Options -> the scales of inputs, weights and output gradients whose amax is 1.
 SCALES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "HYBRID": ({"fp8_format": Format.HYBRID}, [448.0, 448.0, 57344.0]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 
 import ottava
 from ottava import Layout
-from ottava.debug import fake_quantize
 from ottava.recipes.role import QuantizerRole
 from ottava_mx import MXBlockScaling, MXQuantizer, MXTensor
 from tests.comparing import assert_same
-from tests.samples import DTYPES, wide
+from tests.layout_recipes import assert_fake_quantizes, assert_made_of
+from tests.samples import wide
 
 E8M0 = torch.float8_e8m0fnu
-INNER = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 #: The formats, and their elements in layouts.
 ELEMENTS = {
     "MXFP4": "E2M1",
@@ -28,10 +26,6 @@ ELEMENTS = {
     "MXINT8S": "MXINT8S",
 }
 SQUARES = {"shared": (32, 32)}
-
-
-def inner(q: Any) -> list[Any]:
-    return [getattr(q, name) for name in INNER]
 
 
 def layout(element: str = "E2M1", rounding: str = "even", **fields: Any) -> Layout:
@@ -92,16 +86,15 @@ def test_tensors_have_names_for_their_parts(element: str, square: bool) -> None:
     """Elements of four bits share a byte, and ragged edges are smaller blocks."""
     quantizer = MXQuantizer(element, with_2d_quantization=square)
     assert quantizer.layout.element == ELEMENTS[element]
-    q = quantizer(wide(2, 33, 71, dtype=torch.bfloat16))
-    assert type(q) is MXTensor
+    q: Any = quantizer(wide(2, 33, 71, dtype=torch.bfloat16))
     assert (q.shape, q.dtype) == ((2, 33, 71), torch.bfloat16)
-    data = [(2, 33, 36), (71, 33)] if element == "MXFP4" else [(2, 33, 71), (71, 2, 33)]
-    assert [tuple(t.shape) for t in inner(q)] == [data[0], (66, 3), data[1], (71, 3)]
-    assert {t.dtype for t in inner(q)} == {torch.uint8}
-    names = [name.removeprefix("_") for name in INNER]
-    arguments = dict(zip(names, inner(q), strict=True))
-    made = MXTensor(**arguments, shape=(2, 33, 71), dtype=torch.bfloat16, layout=q.grid_layout)
-    assert_same(made.dequantize(), q.dequantize())
+    shapes = {
+        "rowwise_data": (2, 33, 36) if element == "MXFP4" else (2, 33, 71),
+        "rowwise_scale_inv": (66, 3),
+        "columnwise_data": (71, 33) if element == "MXFP4" else (71, 2, 33),
+        "columnwise_scale_inv": (71, 3),
+    }
+    made = assert_made_of(q, MXTensor, shapes, shape=(2, 33, 71), layout=q.grid_layout)
     assert made.rowwise_serves_columnwise is square
 
 
@@ -170,15 +163,6 @@ def test_fake_quantization_is_that_of_blocks_along_rows(name: str) -> None:
     recipe = MXBlockScaling(scale_rounding="floor")
     assert recipe.fake_quantizer(name).layout == layout(ELEMENTS[name], "floor")
     assert recipe.fake_quantizer("NVFP4") is None
-    if name == "MXINT8S":
-        # An option of the recipe, and no format of its own.
-        return
-    rows = MXQuantizer(name, columnwise=False)
-    for shape, dtype in itertools.product([(), (0, 3), (1,), (33, 65), (2, 5, 70)], DTYPES):
-        x = wide(*shape, dtype=dtype, sigma=1.0)
-        expected = rows(x).dequantize()
-        x.requires_grad_()
-        got = fake_quantize(x, name)
-        assert_same(got, expected)
-        got.sum().backward()
-        assert_same(x.grad, torch.ones_like(x))
+    # MXINT8S is an option of the recipe, and no format of its own.
+    if name != "MXINT8S":
+        assert_fake_quantizes(name, layout(ELEMENTS[name]))

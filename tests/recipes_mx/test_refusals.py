@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,66 +11,55 @@ import torch
 import ottava
 from ottava.errors import OptionError, RecipeNotFoundError, ShapeError, UsageError
 from ottava.gemm import gemm
-from ottava_mx import MXBlockScaling, MXQuantizer, MXTensor
+from ottava_mx import MXQuantizer, MXTensor
+from tests.layout_recipes import parts_of
 
-OF_BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"element": "FP4"}, "element is 'FP4'.*MXFP4, MXFP6E2M3, MXFP6E3M2, MXINT8"),
-    ({"element": None}, "element is None"),
-    ({"scale_rounding": "UP"}, "scale_rounding is 'UP'.*up, floor, even, nearest"),
-    ({"scale_rounding": True}, "scale_rounding is True"),
-    ({"with_2d_quantization": "yes"}, "with_2d_quantization is 'yes'.*True(, | or )False"),
-    ({"stochastic_rounding": 1}, "stochastic_rounding is 1"),
-    ({"rotation": 8}, r"rotation is 8.*0, 16, 32, 64, 128"),
-    ({"rotation": True}, "rotation is True"),
+OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"element": "FP4"}, OptionError, "element is 'FP4'.*MXFP4, MXFP6E2M3, MXFP6E3M2, MXINT8"),
+    ({"element": None}, OptionError, "element is None"),
+    ({"scale_rounding": "UP"}, OptionError, "scale_rounding is 'UP'.*up, floor, even, nearest"),
+    ({"scale_rounding": True}, OptionError, "scale_rounding is True"),
+    (
+        {"with_2d_quantization": "yes"},
+        OptionError,
+        "with_2d_quantization is 'yes'.*True(, | or )False",
+    ),
+    ({"stochastic_rounding": 1}, OptionError, "stochastic_rounding is 1"),
+    ({"rotation": 8}, OptionError, r"rotation is 8.*0, 16, 32, 64, 128"),
+    ({"rotation": True}, OptionError, "rotation is True"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        *OF_BOTH,
-        ({"grad_element": "E2M1"}, "grad_element is 'E2M1'"),
-        ({"rotation": 32, "with_2d_quantization": True}, "rotation=32 with with_2d_quantization"),
-    ],
-)
-def test_recipe(options: dict[str, Any], match: str) -> None:
-    for make in (MXBlockScaling, lambda **options: ottava.get_recipe("mx", **options)):
-        with pytest.raises(OptionError, match=match):
-            make(**options)
+recipe, quantizer = partial(ottava.get_recipe, "mx"), MXQuantizer
 
 
-def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(OptionError, match=r"margin.*element"):
-        ottava.get_recipe("mx", margin=0)
+def tensor(**replaced: Any) -> Any:
+    q = quantizer()(torch.ones(33, 70))
+    return MXTensor(**parts_of(q, layout=q.grid_layout, shape=(33, 70)) | replaced)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        *OF_BOTH,
-        ({"rotated": "rows"}, "rotated is 'rows'.*rowwise, columnwise, both"),
-        ({"rotation": 32, "with_2d_quantization": True}, "both directions hold the same"),
-        ({"rowwise": "yes"}, "rowwise is 'yes'"),
-    ],
-)
-def test_quantizer(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        MXQuantizer(**options)
+ROTATED_SQUARES: dict[str, Any] = {"rotation": 32, "with_2d_quantization": True}
+#: What is made, with which options, the error and words of it.
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    *((make, *of_both) for make in (recipe, quantizer) for of_both in OF_BOTH),
+    (recipe, {"grad_element": "E2M1"}, OptionError, "grad_element is 'E2M1'"),
+    (recipe, ROTATED_SQUARES, OptionError, "rotation=32 with with_2d_quantization"),
+    (recipe, {"margin": 0}, OptionError, "margin.*element"),
+    (quantizer, {"rotated": "rows"}, OptionError, "is 'rows'.*rowwise, columnwise, both"),
+    (quantizer, ROTATED_SQUARES, OptionError, "both directions hold the same"),
+    (quantizer, {"rowwise": "yes"}, OptionError, "rowwise is 'yes'"),
+    (tensor, {"shape": (33, 68)}, ShapeError, "rowwise_data of a tensor of shape.*33, 34"),
+    (tensor, {"rowwise_data": None}, UsageError, "rowwise_data is missing"),
+    (tensor, {"amax_rowwise": torch.ones(())}, UsageError, "without a second level"),
+    (tensor, {"element": "MXFP4"}, OptionError, "unknown keyword 'element'"),
+]
 
 
-def test_tensors() -> None:
-    q = MXQuantizer()(torch.ones(33, 70))
-    parts = {i.argument: t for i, t in zip(q.inner_tensors, q.inner_list(), strict=True)}
-    parts |= {"dtype": torch.float32, "layout": q.grid_layout, "shape": (33, 70)}
-    assert MXTensor(**parts).shape == (33, 70)
-    for error, replaced, match in (
-        (ShapeError, {"shape": (33, 68)}, "rowwise_data of a tensor of shape.*33, 34"),
-        (UsageError, {"rowwise_data": None}, "rowwise_data is missing"),
-        (UsageError, {"amax_rowwise": torch.ones(())}, "without a second level"),
-        (OptionError, {"element": "MXFP4"}, "unknown keyword 'element'"),
-    ):
-        with pytest.raises(error, match=match):
-            MXTensor(**parts | replaced)
+@pytest.mark.parametrize(("make", "options", "error", "words"), REFUSED)
+def test_refused(make: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    assert make() is not None
+    with pytest.raises(error, match=words):
+        make(**options)
 
 
 def test_products_of_operands_that_are_rotated_otherwise() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,17 +17,12 @@ from ottava.formats import Format
 from ottava.recipes import registry
 from ottava.recipes.role import QuantizerRole
 from ottava_mxfp8 import MXFP8BlockScaling, MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from tests import arrays
 from tests.comparing import assert_same
-from tests.samples import DTYPES, wide
+from tests.layout_recipes import assert_fake_quantizes, assert_made_of, assert_quantizes_by
+from tests.samples import wide
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 BY_FORMAT = {Format.E4M3: (E4M3, E4M3), Format.E5M2: (E5M2, E5M2), Format.HYBRID: (E4M3, E5M2)}
-INNER = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-
-
-def inner(q: Any) -> list[Any]:
-    return [getattr(q, name) for name in INNER]
 
 
 @pytest.mark.parametrize("rounding", ["up", "floor"])
@@ -41,11 +35,10 @@ def test_the_layout_of_each_role(fmt: Format, square: bool, rounding: str) -> No
         element = BY_FORMAT[fmt][role.startswith("grad")]
         shared = (32, 32) if square and role == "weight" else None
         for asked in (role, QuantizerRole("linear", role, "block.0")):
-            quantizer = recipe.quantizer(asked)
-            assert type(quantizer) is MXFP8Quantizer
-            assert quantizer.layout == Layout(element, (1, 32), E8M0, rounding, shared=shared)
-            x = wide(33, 70, dtype=torch.bfloat16)
-            assert_same(inner(quantizer(x)), list(arrays.quantize(x, quantizer.layout)))
+            assert type(recipe.quantizer(asked)) is MXFP8Quantizer
+            layout = Layout(element, (1, 32), E8M0, rounding, shared=shared)
+            assert recipe.quantizer(asked).layout == layout
+    assert_quantizes_by(recipe.quantizer("weight"), recipe.quantizer("weight").layout)
 
 
 def test_defaults_and_spec() -> None:
@@ -62,43 +55,30 @@ def test_defaults_and_spec() -> None:
     assert spec.fake_quant_formats == ("MXFP8E4M3", "MXFP8E5M2")
 
 
+SHAPES = {
+    "rowwise_data": (2, 33, 70),
+    "rowwise_scale_inv": (66, 3),
+    "columnwise_data": (2, 33, 70),
+    "columnwise_scale_inv": (3, 70),
+}
+
+
 @pytest.mark.parametrize("square", [False, True])
 def test_tensors_have_names_for_their_parts_and_options(square: bool) -> None:
     quantizer = MXFP8Quantizer(E5M2, with_2d_quantization=square)
     for internal, cls in ((False, MXFP8Tensor), (True, MXFP8TensorStorage)):
         quantizer.internal = internal
         q = quantizer(wide(2, 33, 70, dtype=torch.bfloat16))
-        assert type(q) is cls
         assert (q._fp8_dtype, q._with_2d_quantization) == (E5M2, square)
-        assert [tuple(t.shape) for t in inner(q)] == [(2, 33, 70), (66, 3), (2, 33, 70), (3, 70)]
         assert [i.native or q._fp8_dtype for i in q.inner_tensors] == ["_fp8_dtype", E8M0] * 2
-        names = [name.removeprefix("_") for name in INNER]
-        made = cls(
-            **dict(zip(names, inner(q), strict=True)),
-            dtype=torch.bfloat16,
-            fp8_dtype=E5M2,
-            with_2d_quantization=square,
-        )
-        assert_same(made.dequantize(), q.dequantize())
+        options = {"fp8_dtype": E5M2, "with_2d_quantization": square}
+        made = assert_made_of(q, cls, SHAPES, **options)
         assert made.rowwise_serves_columnwise is square
-        rows = quantizer.with_usage(True, False)(wide(33, 70))
-        if square:
-            rows.update_usage(columnwise_usage=True)
-            assert_same(inner(rows), inner(quantizer(wide(33, 70))))
-        else:
-            with pytest.raises(ottava.errors.UsageError, match="no columnwise data"):
-                rows.update_usage(columnwise_usage=True)
 
 
 @pytest.mark.parametrize(("name", "element"), [("MXFP8E4M3", E4M3), ("MXFP8E5M2", E5M2)])
 def test_fake_quantization_is_that_of_blocks_along_rows(name: str, element: Any) -> None:
-    layout = Layout(element, (1, 32), E8M0, "up")
-    for shape, dtype in itertools.product([(), (0, 3), (1,), (33, 65), (2, 5, 70)], DTYPES):
-        x = wide(*shape, dtype=dtype, sigma=1.0).requires_grad_()
-        got, expected = fake_quantize(x, name), arrays.quantize(x, layout)
-        assert_same(got, arrays.decode(*expected[:2], layout, columnwise=False, dtype=dtype))
-        got.sum().backward()
-        assert_same(x.grad, torch.ones_like(x))
+    assert_fake_quantizes(name, Layout(element, (1, 32), E8M0, "up"))
     x, out = wide(40, 40), torch.empty(40, 40)
     assert fake_quantize(x, name, out) is out
     assert_same(out, fake_quantize(x, name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -11,25 +10,17 @@ import torch
 
 import ottava
 from ottava import Layout
-from ottava.debug import fake_quantize
 from ottava.kernels import fixed_seed
 from ottava.layout import Rotation
 from ottava.recipes.role import QuantizerRole
 from ottava_nvfp4 import NVFP4BlockScaling, NVFP4Quantizer, NVFP4Tensor
 from tests.comparing import assert_same
-from tests.samples import DTYPES, wide
+from tests.layout_recipes import assert_fake_quantizes, assert_made_of
+from tests.samples import wide
 
 E4M3 = torch.float8_e4m3fn
 #: The signs + + + - + - - - - - - + - + - -, the first one lowest.
 RHT = Rotation(16, 0b1101011111101000, "columnwise")
-INNER = (
-    *("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
-    *("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
-)
-
-
-def inner(q: Any) -> list[Any]:
-    return [getattr(q, name) for name in INNER]
 
 
 def layout(rows: int = 1, **fields: Any) -> Layout:
@@ -122,21 +113,17 @@ def test_the_names_of_transformer_engine() -> None:
 def test_tensors_have_names_for_their_parts(square: bool) -> None:
     """Two elements share a byte, and ragged edges are smaller blocks."""
     quantizer = NVFP4Quantizer(with_2d_quantization=square)
-    q = quantizer(wide(2, 33, 71, dtype=torch.bfloat16))
-    assert type(q) is NVFP4Tensor
+    q: Any = quantizer(wide(2, 33, 71, dtype=torch.bfloat16))
     assert (q.shape, q.dtype) == ((2, 33, 71), torch.bfloat16)
-    scales = [(5, 5), (5, 5)] if square else [(66, 5), (71, 5)]
-    assert [tuple(t.shape) for t in inner(q)] == [
-        *((2, 33, 36), scales[0], ()),
-        *((71, 33), scales[1], ()),
-    ]
-    assert {t.dtype for t in inner(q)} == {torch.uint8, torch.float32}
-    names = [name.removeprefix("_") for name in INNER]
-    arguments = dict(zip(names, inner(q), strict=True))
-    made = NVFP4Tensor(
-        **arguments, shape=(2, 33, 71), dtype=torch.bfloat16, layout=quantizer.layout
-    )
-    assert_same(made.dequantize(), q.dequantize())
+    shapes: dict[str, tuple[int, ...]] = {
+        "rowwise_data": (2, 33, 36),
+        "rowwise_scale_inv": (5, 5) if square else (66, 5),
+        "amax_rowwise": (),
+        "columnwise_data": (71, 33),
+        "columnwise_scale_inv": (5, 5) if square else (71, 5),
+        "amax_columnwise": (),
+    }
+    made = assert_made_of(q, NVFP4Tensor, shapes, shape=(2, 33, 71), layout=quantizer.layout)
     assert made.rowwise_serves_columnwise is square
     rows = NVFP4Quantizer(row_scaled=True)(wide(33, 71))
     assert [tuple(t.shape) for t in (rows._amax_rowwise, rows._amax_columnwise)] == [(33,), (71,)]
@@ -213,13 +200,5 @@ def test_random_rounding_goes_to_neighbours_in_proportion() -> None:
 
 
 def test_fake_quantization_is_that_of_blocks_along_rows() -> None:
-    rows = NVFP4Quantizer(columnwise=False)
-    for shape, dtype in itertools.product([(), (0, 3), (1,), (33, 65), (2, 5, 70)], DTYPES):
-        x = wide(*shape, dtype=dtype, sigma=1.0)
-        expected = rows(x).dequantize()
-        x.requires_grad_()
-        got = fake_quantize(x, "NVFP4")
-        assert_same(got, expected)
-        got.sum().backward()
-        assert_same(x.grad, torch.ones_like(x))
+    assert_fake_quantizes("NVFP4", layout())
     assert NVFP4BlockScaling().fake_quantizer("MXFP4") is None

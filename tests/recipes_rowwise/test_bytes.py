@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,24 +9,18 @@ import torch
 
 import ottava
 from ottava import Layout
-from ottava.debug import fake_quantize
 from ottava.formats import Format
 from ottava.gemm import gemm
 from ottava.nn import Linear
 from ottava_rowwise import Float8RowwiseQuantizer, Float8RowwiseScaling, Float8RowwiseTensor
-from tests import arrays
 from tests.choosing import cpu_products
 from tests.comparing import assert_same
-from tests.samples import DTYPES, special, wide
+from tests.layout_recipes import assert_fake_quantizes, assert_made_of, assert_quantizes_by
+from tests.samples import wide
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-INNER = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 OTHER = Float8RowwiseScaling(Format.HYBRID, force_pow_2_scales=True, amax_epsilon=1e-4)
 IN_HIGH_PRECISION = Float8RowwiseScaling(wgrad_high_precision=True)
-
-
-def inner(q: Any) -> list[Any]:
-    return [getattr(q, name) for name in INNER]
 
 
 @pytest.mark.parametrize(
@@ -42,14 +35,8 @@ def inner(q: Any) -> list[Any]:
     ],
 )
 def test_the_layout_of_each_role(recipe: Any, role: str, expected: Layout) -> None:
-    quantizer = recipe.quantizer(role)
-    assert type(quantizer) is Float8RowwiseQuantizer
-    assert quantizer.layout == expected
-    for shape, dtype in itertools.product([(130, 70), (2, 3, 5), (0, 7), (7, 0)], DTYPES):
-        x = wide(*shape, dtype=dtype)
-        assert_same(inner(quantizer(x)), list(arrays.quantize(x, expected)))
-    for _, x in special(torch.bfloat16):
-        assert_same(inner(quantizer(x)), list(arrays.quantize(x, expected)))
+    assert type(recipe.quantizer(role)) is Float8RowwiseQuantizer
+    assert_quantizes_by(recipe.quantizer(role), expected)
 
 
 def test_defaults_spec_and_explanation() -> None:
@@ -66,26 +53,20 @@ def test_defaults_spec_and_explanation() -> None:
 
 
 def test_tensors_have_names_for_their_parts() -> None:
-    q = Float8RowwiseQuantizer(E4M3)(wide(4, 50, 300, dtype=torch.bfloat16))
-    assert type(q) is Float8RowwiseTensor
-    assert (q.dtype, q._fp8_dtype, q.shape) == (torch.bfloat16, E4M3, (4, 50, 300))
-    assert [tuple(t.shape) for t in inner(q)] == [(4, 50, 300), (200, 1), (4, 50, 300), (1, 300)]
-    names = [name.removeprefix("_") for name in INNER]
-    made = Float8RowwiseTensor(
-        **dict(zip(names, inner(q), strict=True)), dtype=torch.bfloat16, layout=q.grid_layout
-    )
-    assert_same(made.dequantize(), q.dequantize())
+    q: Any = Float8RowwiseQuantizer(E4M3)(wide(4, 50, 300, dtype=torch.bfloat16))
+    assert (q.dtype, q._fp8_dtype) == (torch.bfloat16, E4M3)
+    shapes = {
+        "rowwise_data": (4, 50, 300),
+        "rowwise_scale_inv": (200, 1),
+        "columnwise_data": (4, 50, 300),
+        "columnwise_scale_inv": (1, 300),
+    }
+    assert_made_of(q, Float8RowwiseTensor, shapes, layout=q.grid_layout)
 
 
 @pytest.mark.parametrize(("name", "element"), [("ROWWISEE4M3", E4M3), ("ROWWISEE5M2", E5M2)])
 def test_fake_quantization_is_that_of_rows(name: str, element: Any) -> None:
-    layout = Layout(element, (1, None))
-    for shape, dtype in itertools.product([(), (0, 3), (1,), (33, 260), (2, 5, 130)], DTYPES):
-        x = wide(*shape, dtype=dtype, sigma=1.0).requires_grad_()
-        got, data = fake_quantize(x, name), arrays.quantize(x, layout)
-        assert_same(got, arrays.decode(*data[:2], layout, columnwise=False, dtype=dtype))
-        got.sum().backward()
-        assert_same(x.grad, torch.ones_like(x))
+    assert_fake_quantizes(name, Layout(element, (1, None)))
     assert OTHER.fake_quantizer(name).force_pow_2_scales
     assert OTHER.fake_quantizer("FP8E4M3") is None
 

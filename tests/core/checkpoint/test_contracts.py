@@ -126,12 +126,6 @@ def test_what_is_unstated_warns_of_nothing(tmp_path: Path, saved: Any, into: Any
             way(model(ROWS, kind=saved), model(ROWS, kind=into))
 
 
-def test_equal_contracts_warn_of_nothing(tmp_path: Path) -> None:
-    for way in ways(tmp_path):
-        with warnings.catch_warnings(action="error"):
-            way(model(ROWS, FLOOR), model(ROWS, FLOOR))
-
-
 def test_a_reduction_over_ranks_is_no_difference(tmp_path: Path) -> None:
     reduced = model(ROWS)
     reduced.weight0._quantizer.amax_reduction_group = "a group"
