@@ -81,7 +81,7 @@ def make_model(reference: str) -> Any:
 
 
 def export(
-    SOURCE: Annotated[
+    IN: Annotated[
         Path,
         typer.Argument(help="A file or folder of safetensors, a torch.save file, or a checkpoint."),
     ],
@@ -146,7 +146,7 @@ def export(
     if to is not None:
         with _other_remedy():
             _export_published(
-                SOURCE,
+                IN,
                 OUT,
                 to,
                 recipe=_recipe_of(recipe, options),
@@ -168,7 +168,7 @@ def export(
         raise UsageError(f"{misplaced[0]} without --to", expected="--to FORMAT")
     assert recipe is not None
     _convert(
-        SOURCE,
+        IN,
         OUT,
         recipe,
         options=options,
