@@ -264,6 +264,14 @@ def _is_class(target: str) -> bool:
 
 
 def _named_in(targets: list[str]) -> Callable[[str], bool]:
+    """Whether a layer is one of the targets.
+
+    Raises:
+        re.error: a target is a pattern that cannot be compiled.
+    """
+    for target in targets:
+        if target.startswith("re:"):
+            re.compile(target[3:])
     return lambda name: any(_is_named(name, target) for target in targets)
 
 

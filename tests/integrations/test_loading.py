@@ -1,0 +1,382 @@
+"""Published checkpoints, written by hand from the table of formats, as layers that train."""
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ottava
+from ottava.checkpoint import load_model, save_model
+from ottava.errors import CheckpointError, OptionError, OttavaError, UsageError
+from ottava_integrations import ServedRecipe, load_quantized, quantized_from
+from ottava_integrations.formats import SCHEMES, Scheme, published_tensors
+from ottava_integrations.formats.configurations import other_files, quantization_config
+from ottava_integrations.formats.schemes import Library
+
+_SIDE = 128
+#: The schemes that a configuration, and not the header of a file, describes.
+WRITTEN = [scheme for scheme in SCHEMES if scheme.library is not Library.TORCHAO]
+
+
+class Net(torch.nn.Module):
+    """Two linear layers with a norm between, a tied head, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(16, _SIDE)
+        self.up = torch.nn.Linear(_SIDE, 2 * _SIDE)
+        self.norm = torch.nn.LayerNorm(2 * _SIDE)
+        self.down = torch.nn.Linear(2 * _SIDE, _SIDE, bias=False)
+        self.head = torch.nn.Linear(_SIDE, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.nn.functional.gelu(self.norm(self.up(x))))
+        return self.head(y) + self.shift
+
+
+def checkpoint(folder: Path, scheme: Scheme, activations: str | None = None) -> dict[str, Any]:
+    """Write a checkpoint of a scheme; its tensors."""
+    net = Net().bfloat16()
+    tensors: dict[str, torch.Tensor] = {}
+    quantizer = scheme.exports_as.make().quantizer("weight")
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    for name in ("up", "down"):
+        weight = quantizer(net.get_submodule(name).weight.detach())
+        for suffix, tensor in published_tensors(weight, scheme, torch.bfloat16).items():
+            tensors[f"{name}.{suffix}"] = tensor.contiguous()
+    for name in ("up.bias", "norm.weight", "norm.bias", "embed.weight"):
+        tensors[name] = net.get_parameter(name).detach() + 1
+    tensors["shift"] = torch.tensor(0.25, dtype=torch.bfloat16)
+    write(folder, tensors, scheme, activations)
+    return tensors
+
+
+def write(
+    folder: Path, tensors: dict[str, Any], scheme: Scheme, activations: str | None = None
+) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    schemes = {"up": scheme, "down": scheme}
+    words = activations or scheme.activations
+    options = quantization_config(schemes, ["head"], words, False)
+    files = {"config.json": {"quantization_config": options}}
+    for name, value in (files | other_files(schemes, ["head"], words)).items():
+        (folder / name).write_text(json.dumps(value))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("scheme", WRITTEN, ids=str)
+def test_layers_have_the_published_bytes(scheme: Scheme, meta: bool, tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path / "a", scheme)
+    with torch.device("meta" if meta else "cpu"):
+        net = Net().bfloat16()
+    net.head.weight = net.embed.weight
+    report = load_quantized(net, tmp_path / "a")
+    assert set(report.layers) == {"up", "down"}
+    for name in ("up", "down"):
+        layer = net.get_submodule(name)
+        assert isinstance(layer, ottava.nn.Linear)
+        assert layer.recipe == report.layers[name]
+        returned = published_tensors(layer.weight, scheme, torch.bfloat16)
+        for suffix, tensor in returned.items():
+            assert torch.equal(as_bytes(tensor), as_bytes(tensors[f"{name}.{suffix}"]))
+        assert not layer.weight.requires_grad
+    assert torch.equal(net.up.bias, tensors["up.bias"])
+    assert torch.equal(net.norm.weight, tensors["norm.weight"])
+    assert torch.equal(net.embed.weight, tensors["embed.weight"])
+    assert net.head.weight is net.embed.weight
+    if not meta:
+        assert torch.equal(net.shift, tensors["shift"])
+    # The file may change later.
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"")
+    net(torch.randn(3, _SIDE).bfloat16())
+    assert str(report).count("\n") >= 2
+
+
+@pytest.mark.parametrize("activations", [None, "none"])
+@pytest.mark.parametrize("scheme", WRITTEN, ids=str)
+def test_gradients_reach_inputs_and_adapters(
+    scheme: Scheme, activations: str | None, tmp_path: Path
+) -> None:
+    """The gradient of the input is that of the output times the decoded weight."""
+    if activations == "none" and scheme.format.startswith(("fp8", "modelopt-fp8")):
+        pytest.skip("the configuration of this format always quantizes inputs")
+    checkpoint(tmp_path / "a", scheme, activations)
+    net = Net().bfloat16()
+    load_quantized(net, tmp_path / "a")
+    layer = net.up
+    weight = layer.weight.dequantize(dtype=torch.float32).double()
+    down, across = torch.randn(4, _SIDE).bfloat16(), torch.randn(2 * _SIDE, 4).bfloat16()
+    adapter = [torch.nn.Parameter(down), torch.nn.Parameter(across)]
+    x = torch.randn(9, _SIDE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x.requires_grad_()
+    gradient = torch.randn(9, 2 * _SIDE).bfloat16()
+    (layer(x) + x @ adapter[0].T @ adapter[1].T).backward(gradient)
+
+    through_adapter = gradient.double() @ across.double() @ down.double()
+    expected = gradient.double() @ weight + through_adapter
+    assert x.grad is not None
+    error = (x.grad.double() - expected).norm() / expected.norm()
+    # Sums of two products are rounded to BF16.
+    assert error < 6e-3
+    for each in adapter:
+        assert each.grad is not None
+        assert float(each.grad.abs().max()) > 0
+    assert layer.weight.grad is None
+
+
+def test_other_runs_have_the_same_gradients(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a", WRITTEN[0])
+    x = torch.randn(8, _SIDE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    gradients = []
+    for run in ("eager", "compiled", "recomputed"):
+        net = Net().bfloat16()
+        load_quantized(net, tmp_path / "a")
+        own = x.clone().requires_grad_()
+        if run == "compiled":
+            y = torch.compile(net, fullgraph=True, backend="aot_eager")(own)
+        elif run == "recomputed":
+            y = torch.utils.checkpoint.checkpoint(net, own, use_reentrant=False)
+        else:
+            y = net(own)
+        y.float().square().mean().backward()
+        assert own.grad is not None
+        gradients.append(own.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+@pytest.mark.parametrize("scheme", [WRITTEN[0], *WRITTEN[-2:]], ids=str)
+def test_primary_weights_train(scheme: Scheme, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a", scheme, "none" if scheme.is_packed else None)
+    net = Net().bfloat16()
+    load_quantized(net, tmp_path / "a", trainable=True)
+    optimizer = torch.optim.Adam([net.up.weight, net.down.weight], 3e-3)
+    x = torch.randn(64, _SIDE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    first = net.up.weight.dequantize().clone()
+    losses = []
+    for _ in range(12):
+        loss = net.down(torch.nn.functional.gelu(net.up(x))).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert isinstance(net.up.weight, ottava.QuantizedTensor)
+    assert not torch.equal(net.up.weight.dequantize(), first)
+
+
+def test_the_backward_pass_of_another_recipe(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a", WRITTEN[0])
+    high = ottava.get_recipe("current", backward="high_precision")
+    net = Net().bfloat16()
+    report = load_quantized(net, tmp_path / "a", training=high)
+    assert report.layers["up"].backward == "high_precision"
+    with pytest.raises(OptionError, match="reads columns of the weight"):
+        load_quantized(Net().bfloat16(), tmp_path / "a", training="mxfp8")
+
+
+def test_a_loaded_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a", WRITTEN[0])
+    net, other = Net().bfloat16(), Net().bfloat16()
+    load_quantized(net, tmp_path / "a")
+    load_quantized(other, tmp_path / "a", trainable=True)
+    save_model(net, tmp_path / "saved.safetensors")
+    with torch.no_grad():
+        other.up.weight.mul_(2)
+    load_model(other, tmp_path / "saved.safetensors")
+    assert torch.equal(other.up.weight.dequantize(), net.up.weight.dequantize())
+    copied = copy.deepcopy(net)
+    x = torch.randn(3, _SIDE).bfloat16()
+    assert torch.equal(copied(x), net(x))
+    with pytest.raises(UsageError, match="quantized already"):
+        load_quantized(net, tmp_path / "a")
+
+
+def test_what_is_published_is_said(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a", WRITTEN[0])
+    published = quantized_from(tmp_path / "a")
+    assert published.library is Library.COMPRESSED_TENSORS
+    assert set(published.layers) == {"up", "down"}
+    assert published.layers["up"].recipe == ServedRecipe("float-quantized")
+    assert "2 layers: float-quantized, channel; inputs with a scale for each token" in str(
+        published
+    )
+    assert set(published.high_precision) == {
+        "up.bias",
+        "norm.weight",
+        "norm.bias",
+        "embed.weight",
+        "shift",
+    }
+
+
+#: A change of a valid checkpoint, and words of the error.
+FAULTS: tuple[tuple[Callable[[dict[str, Any]], object], str], ...] = (
+    (lambda t: t.pop("up.weight"), "'up.weight' is missing"),
+    (lambda t: t.pop("up.weight_scale"), "'up.weight_scale' is missing"),
+    (lambda t: t.pop("norm.bias"), "'norm.bias' of the model is missing"),
+    (lambda t: t.update(extra=torch.zeros(2)), "'extra' of the file is not in the model"),
+    (lambda t: t.update({"up.bias": torch.zeros(3)}), "'up.bias' has shape"),
+    (lambda t: t.update({"up.bias": torch.zeros(256, dtype=torch.int32)}), "is torch.int32"),
+    (
+        lambda t: t.update({f"q.{n}": t[f"up.{n}"].clone() for n in ("weight", "weight_scale")}),
+        "layer 'q' of the file is not in the model",
+    ),
+)
+
+
+@pytest.mark.parametrize(("change", "words"), FAULTS)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    change: Callable[[dict[str, Any]], object], words: str, tmp_path: Path
+) -> None:
+    tensors = checkpoint(tmp_path / "a", WRITTEN[0])
+    change(tensors)
+    write(tmp_path / "a", tensors, WRITTEN[0])
+    net = Net().bfloat16()
+    before = {name: as_bytes(value).clone() for name, value in net.state_dict().items()}
+    with pytest.raises(CheckpointError, match=words):
+        load_quantized(net, tmp_path / "a")
+    assert type(net.up) is torch.nn.Linear
+    for name, value in net.state_dict().items():
+        assert torch.equal(as_bytes(value), before[name])
+
+
+# -- forged checkpoints --
+
+
+def _forge_json(value: Any, rng: random.Random) -> Any:
+    """A value of JSON with one random change somewhere inside."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {name: each for name, each in value.items() if name != key}
+        return value | {key: _forge_json(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        place = rng.randrange(len(value))
+        return [*value[:place], _forge_json(value[place], rng), *value[place + 1 :]]
+    return rng.choice(
+        [
+            None,
+            True,
+            -1,
+            0,
+            3.5,
+            1e400,
+            "",
+            "Linear",
+            "re:(",
+            "re:.*",
+            [],
+            [[]],
+            {},
+            {"a": 1},
+            "fp8",
+        ]
+    )
+
+
+_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.float32, torch.bfloat16, torch.float64)
+
+
+def _forge_tensors(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Tensors of which one has another name, shape, dtype or values."""
+    name = rng.choice(sorted(tensors))
+    tensor = tensors[name]
+    forged = {key: each for key, each in tensors.items() if key != name}
+    kind = rng.randrange(5)
+    if kind == 0:
+        letters = rng.choice(["", ".", "weight", name[::-1], f"{name}.weight_scale", f"x.{name}"])
+        return forged | {letters: tensor}
+    if kind == 1:
+        shapes = [tensor.reshape(-1), tensor[None], tensor.reshape(-1)[:1], tensor.reshape(-1)[:0]]
+        return forged | {name: rng.choice(shapes).contiguous()}
+    if kind == 2:
+        return forged | {name: tensor.float().to(rng.choice(_DTYPES))}
+    if kind == 3:
+        number = rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e38])
+        return forged | {name: torch.full_like(tensor.float(), number).to(tensor.dtype)}
+    return forged
+
+
+def _forged(rounds: int, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for scheme in WRITTEN:
+        folder = tmp_path / str(WRITTEN.index(scheme))
+        tensors = checkpoint(folder, scheme)
+        whole = Net().bfloat16()
+        load_quantized(whole, folder)
+        files = {path.name: path.read_text() for path in folder.glob("*.json")}
+        for _ in range(rounds):
+            forged = tensors
+            for name, text in files.items():
+                (folder / name).write_text(text)
+            if rng.random() < 0.5:
+                name = rng.choice(sorted(files))
+                (folder / name).write_text(json.dumps(_forge_json(json.loads(files[name]), rng)))
+            else:
+                forged = _forge_tensors(tensors, rng)
+            save_file(forged, folder / "model.safetensors", {"format": "pt"})
+            _load_forged(folder)
+
+
+def _load_forged(folder: Path) -> None:
+    """Load a checkpoint; a refused one changes neither the model nor the folder."""
+    net = _CLEAN.get("net") or _CLEAN.setdefault("net", Net().bfloat16())
+    names = sorted(path.name for path in folder.iterdir())
+    try:
+        load_quantized(net, folder)
+    except OttavaError:
+        state = net.state_dict()
+        assert type(net.up) is type(net.down) is torch.nn.Linear
+        for name, value in Net().bfloat16().state_dict().items():
+            assert torch.equal(state[name], value), name
+    else:
+        # Only values differ: the result computes.
+        _CLEAN.clear()
+        with torch.no_grad():
+            assert net(torch.zeros(2, _SIDE).bfloat16()).shape == (2, 16)
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+_CLEAN: dict[str, Net] = {}
+
+
+def test_forged_checkpoints_are_refused_with_typed_errors(tmp_path: Path) -> None:
+    _forged(25, tmp_path, seed=0)
+
+
+@pytest.mark.slow
+def test_many_forged_checkpoints(tmp_path: Path) -> None:
+    _forged(2000 // len(WRITTEN) + 1, tmp_path, seed=1)
+
+
+def test_fused_parameters_get_values(tmp_path: Path) -> None:
+    """A parameter that no layer computes with has the decoded values."""
+    scheme = WRITTEN[0]
+    tensors = checkpoint(tmp_path / "a", scheme)
+
+    class Own(torch.nn.Linear):
+        """Its behaviour would be lost in another class."""
+
+    net = Net().bfloat16()
+    net.up = Own(_SIDE, 2 * _SIDE).bfloat16()
+    report = load_quantized(net, tmp_path / "a")
+    assert report.values == ("up.weight",)
+    assert type(net.up) is Own
+    scale = tensors["up.weight_scale"].float()
+    expected = (tensors["up.weight"].float() * scale).bfloat16()
+    assert torch.equal(net.up.weight, expected)
