@@ -84,7 +84,7 @@ def export_model(
         input_amaxes=input_amaxes,
     )
     if config is None and of_transformers(model):
-        config = json.loads(model.config.to_json_string())  # type: ignore[union-attr,operator]
+        config = _config_of(model)
     expected = "a place that can be written, with room for the export"
     with translated(f"{target} cannot be written", expected, to=UsageError), Partial(target) as new:
         names, nbytes = _write_tensors(plan, new.path, max_shard_size)
@@ -96,6 +96,14 @@ def export_model(
         sync(new.path)
         _put_folder(new.path, target)
     return export_report(plan, tuple(sorted(names)), nbytes)
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """The configuration of a model of Transformers, as ``save_pretrained`` writes it."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string())
+    # A converted model may have a class that Ottava derived from its own.
+    own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("ottava"))
+    return config | {"architectures": [own.__name__]}
 
 
 def _put_folder(new: Path, target: Path) -> None:

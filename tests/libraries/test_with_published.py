@@ -1,0 +1,247 @@
+"""Weights in and out, with the released libraries on the other side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+import ottava
+from benchmarks import published
+from ottava_integrations import check_export, export_model, load_quantized, quantized_from
+from ottava_integrations.formats import FORMATS, published_tensors, quantized_weight, scheme_of
+from ottava_integrations.names import named_tensors
+
+_SIZES = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+_MOE = _SIZES | {"num_key_value_heads": 2, "vocab_size": 64}
+TOKENS = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
+
+
+def _llama() -> Any:
+    config = transformers.LlamaConfig(
+        **_SIZES, intermediate_size=256, vocab_size=64, tie_word_embeddings=True
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _mixtral() -> Any:
+    config = transformers.MixtralConfig(**_MOE, intermediate_size=256, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def _qwen() -> Any:
+    config = transformers.Qwen2MoeConfig(
+        **_MOE,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        num_experts=4,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def _vit() -> Any:
+    config = transformers.ViTConfig(**_SIZES, intermediate_size=256, image_size=32, patch_size=16)
+    return transformers.ViTForImageClassification(config)
+
+
+def _gpt2() -> Any:
+    config = transformers.GPT2Config(n_embd=128, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
+    return transformers.GPT2LMHeadModel(config)
+
+
+#: Model, and its numbers of quantized layers, and of parameters that hold fused experts.
+MODELS = {
+    "llama": (_llama, 7, 0),
+    "mixtral": (_mixtral, 16, 2),
+    "qwen": (_qwen, 20, 2),
+    "vit": (_vit, 6, 0),
+}
+#: What Transformers 5.24 does not read of experts in one parameter.
+UNREAD = {"mxfp8-quantized", "nvfp4-pack-quantized"}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name][0]().bfloat16()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trips(name: str, format: str, tmp_path: Path) -> None:
+    """The other library decodes the same values, and what returns has the same bytes."""
+    model = made(name)
+    amaxes = {layer: 3.0 for layer, _ in model.named_modules()}
+    report = export_model(
+        model, tmp_path / "out", format, input_amaxes=amaxes if format == "modelopt-fp8" else None
+    )
+    _, layers, fused = MODELS[name]
+    # Blocks of 128 x 128 do not divide the gate of the shared expert, which has one row.
+    gate = name == "qwen" and format.startswith("fp8")
+    assert len(report.layers) == layers - gate
+    check = check_export(model, tmp_path / "out")
+    assert check.is_equal, check
+    assert check.weights == len(report.layers)
+    if not format.startswith("modelopt") and not (fused and format in UNREAD):
+        assert check.logits is not None, check.reason
+        assert check.logits < 0.25
+
+    loaded = made(name)
+    done = load_quantized(loaded, tmp_path / "out")
+    assert len(done.values) == fused
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    scheme = scheme_of(format)
+    if not fused:
+        returned = {}
+        for layer in done.layers:
+            weight = loaded.get_submodule(layer).weight
+            returned[layer] = published_tensors(weight, scheme, torch.bfloat16)
+        data = [name for name in file if name.endswith(scheme.names.data)]
+        found = {as_bytes(t[scheme.names.data]).numpy().tobytes() for t in returned.values()}
+        assert {as_bytes(file[name]).numpy().tobytes() for name in data} >= found
+    values = dict(iter_values(model, loaded))
+    for key, (ours, theirs) in values.items():
+        assert torch.equal(ours, theirs), key
+
+
+def iter_values(model: Any, loaded: Any) -> Any:
+    """What is in high precision, of both models; and fused experts, up to their quantization."""
+    others = {name: tensor for name, tensor, _ in named_tensors(loaded)}
+    for name, tensor, _ in named_tensors(model):
+        if not isinstance(others[name], ottava.QuantizedTensor) and "experts" not in name:
+            yield name, (tensor, others[name])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_gpt2_stores_its_weights_transposed(format: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ottava.errors.OptionError, match="c_attn: its weight is stored transposed"):
+        export_model(_gpt2().bfloat16(), tmp_path / "out", format)
+
+
+WRITERS = {f"{library}: {title}": (library, write) for library, title, write in published.writers()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source")
+    published.model().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("title", WRITERS)
+def test_files_of_the_libraries_load_train_and_merge(
+    title: str, source: Path, tmp_path: Path
+) -> None:
+    _, write = WRITERS[title]
+    write(source, tmp_path / "out")
+    said = quantized_from(tmp_path / "out")
+    model = published.model()
+    report = load_quantized(model, tmp_path / "out")
+    assert len(report.layers) == len(said.layers) == 7
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    for name, kind in said.layers.items():
+        layer = model.get_submodule(name)
+        stored = file[f"{name}.{kind.scheme.names.data}"]
+        mine = published_tensors(layer.weight, kind.scheme, torch.bfloat16)[kind.scheme.names.data]
+        assert torch.equal(as_bytes(mine), as_bytes(stored)), name
+    assert {layer.activations for layer in said.layers.values()} == {
+        recipe.activations for recipe in report.layers.values()
+    }
+
+    # With inputs in high precision the logits are those of the decoded weights, up to BF16.
+    decoded = published.model()
+    with torch.no_grad():
+        for name in report.layers:
+            value = model.get_submodule(name).weight.dequantize()
+            decoded.get_submodule(name).weight.copy_(value)
+        ours, theirs = (m(TOKENS).logits.double() for m in (model, decoded))
+    bound = 0.01 if report.layers[name].activations == "none" else 0.08
+    if report.layers[name].activations == "group":
+        bound = 0.3
+    assert float((ours - theirs).norm() / theirs.norm()) < bound
+
+    # LoRA over the frozen bytes: gradients of the adapters, against float64.
+    target = "q_proj"
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=[target], lora_dropout=0.0))
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    down, across = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    torch.nn.init.normal_(across, std=0.1)
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    gradient = torch.randn(9, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    layer(x).backward(gradient)
+    weight = layer.base_layer.weight.dequantize(dtype=torch.float32).double()
+    scaling = layer.scaling["default"]
+    exact = gradient.double() @ weight
+    exact += scaling * gradient.double() @ across.detach().double() @ down.detach().double()
+    expected_across = (
+        scaling * gradient.double().T @ (x.detach().double() @ down.detach().double().T)
+    )
+    assert x.grad is not None
+    assert float((x.grad.double() - exact).norm() / exact.norm()) < 1e-2
+    error = (across.grad.double() - expected_across).norm() / expected_across.norm()
+    assert float(error) < 1e-2
+
+    # Merged, the weight is quantized again, and leaves.
+    merged = adapted.merge_and_unload()
+    weight = merged.model.layers[0].self_attn.q_proj.weight
+    assert isinstance(weight, ottava.QuantizedTensor)
+
+
+@pytest.mark.parametrize("title", ["compressed-tensors: FP8_DYNAMIC", "transformers: FP8, blocks"])
+def test_merged_adapters_leave_and_are_verified(title: str, source: Path, tmp_path: Path) -> None:
+    _, write = WRITERS[title]
+    write(source, tmp_path / "in")
+    model = published.model()
+    load_quantized(model, tmp_path / "in")
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    merged = adapted.merge_and_unload()
+    format = "fp8" if title.startswith("transformers") else "float-quantized"
+    if format == "float-quantized":
+        # Float32 scales of merged weights are no numbers of BF16, and others are.
+        with pytest.raises(ottava.errors.OptionError, match="a scale is"):
+            export_model(merged, tmp_path / "out", format)
+        merged = merged.float()
+    export_model(merged, tmp_path / "out", format)
+    check = check_export(merged, tmp_path / "out")
+    assert check.is_equal, check
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # The converted class is not written.
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_experts_in_one_parameter_get_values(tmp_path: Path) -> None:
+    model = made("mixtral")
+    export_model(model, tmp_path / "out", "mxfp8-quantized")
+    loaded = made("mixtral")
+    report = load_quantized(loaded, tmp_path / "out")
+    assert report.values == (
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    )
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    scheme = scheme_of("mxfp8-quantized")
+    experts = loaded.model.layers[0].mlp.experts
+    for number in range(4):
+        name = f"model.layers.0.block_sparse_moe.experts.{number}"
+        for part, expected in (
+            ("w1", experts.gate_up_proj[number, :256]),
+            ("w3", experts.gate_up_proj[number, 256:]),
+            ("w2", experts.down_proj[number]),
+        ):
+            parts = {n: file[f"{name}.{part}.{n}"] for n in ("weight", "weight_scale")}
+            weight = quantized_weight(parts, scheme, torch.bfloat16)
+            assert torch.equal(weight.dequantize(), expected)
