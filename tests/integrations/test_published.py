@@ -65,7 +65,7 @@ def test_every_source_and_format_is_refused(name: str, source: str, tmp_path: Pa
         with pytest.raises(CheckpointError) as caught:
             convert_file(place, tmp_path / "out", recipe)
         assert f"{place} holds data" in caught.value.what
-        assert f"format, {title}: '0.weight" in caught.value.what
+        assert f"format {title}, where values are expected: '0.weight" in caught.value.what
     with pytest.raises(CheckpointError, match="holds data"):
         ottava_debug.analyze(place, model=model(), recipes=["current"])
     assert os.listdir(tmp_path) == ["in"]

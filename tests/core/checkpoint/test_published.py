@@ -17,10 +17,10 @@ from tests.other_formats import FORMATS, model, state_of, write
 
 FP8 = "Hugging Face FP8"
 READERS = {
-    "float-quantized, block": "CompressedTensorsConfig(run_compressed=False)",
-    FP8: "FineGrainedFP8Config(dequantize=True)",
+    "float-quantized, block": "ottava_integrations.load_quantized",
+    FP8: "ottava_integrations.load_quantized",
     "MXFP4 of experts": "Mxfp4Config(dequantize=True)",
-    "ModelOpt FP8": "the tool that wrote it",
+    "ModelOpt FP8": "ottava_integrations.load_quantized",
 }
 
 
@@ -42,7 +42,7 @@ def test_every_format_is_refused_by_name(name: str, config: bool, tmp_path: Path
     for strict in (True, False):
         error = refusal(file, strict=strict)
         assert "model.safetensors holds data of quantized weights" in error.what
-        assert f"format, {title}: '0.weight" in error.what
+        assert f"format {title}, where values are expected: '0.weight" in error.what
         assert "checkpoint in high precision" in error.remedy
         assert READERS.get(name, "") in error.remedy or not config
         assert "strict" not in str(error)
@@ -77,7 +77,9 @@ def test_what_is_beside_the_file(name: str, tmp_path: Path) -> None:
     for key, text in texts.items():
         raw = text if isinstance(text, bytes) else json.dumps(text).encode()
         (tmp_path / key).write_bytes(raw)
-    assert f"format, {title}: '0.weight'" in refusal(file, strict=True).what
+    assert (
+        f"format {title}, where values are expected: '0.weight'" in refusal(file, strict=True).what
+    )
 
 
 def test_a_file_of_ours_that_another_tool_has_rewritten(recipe: Any, tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_names_that_only_look_like_scales(tmp_path: Path) -> None:
     tensors = {"0.qweight": torch.ones(4, 4, dtype=torch.int32), "0.weight_absmax": torch.ones(1)}
     safetensors.torch.save_file(tensors, tmp_path / "x")
     error = refusal(tmp_path / "x", strict=False)
-    assert "format, none that Ottava knows: '0.qweight' of int32" in error.what
+    assert "none that Ottava knows, where values are expected: '0.qweight' of int32" in error.what
 
 
 def test_elements_without_scales_are_values(tmp_path: Path) -> None:
@@ -121,4 +123,4 @@ def test_what_is_in_high_precision_beside_data_loads(tmp_path: Path) -> None:
     missing, unexpected = checkpoint.load_model(part, file, strict=False)
     assert (missing, len(unexpected)) == ([], 3)
     assert torch.equal(part["1"].weight, torch.ones(64, 256))
-    assert "format, Hugging Face FP8" in refusal(file, strict=True, net=part).what
+    assert "format Hugging Face FP8" in refusal(file, strict=True, net=part).what

@@ -1,8 +1,8 @@
 """Weights that other tools have quantized: data, with scales under names that are not Ottava's.
 
-Ottava does not read these formats yet, and data are not values without their scales. So whoever
-would take them for values checks here first. The formats are recognized by the names and dtypes of
-the tensors, and by the configuration beside the file.
+Data are not values without their scales. So whoever would take them for values checks here first;
+``ottava_integrations.load_quantized`` reads such files. The formats are recognized by the names and
+dtypes of the tensors, and by the configuration beside the file.
 """
 
 import json
@@ -33,7 +33,7 @@ _CONFIG, _MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
 _INDEX = "*.safetensors.index.json"
 # Indices of the largest models have a few MiB.
 _MOST_BYTES = 1 << 26
-_LOADED = "Transformers loads it in high precision with"
+_LOADED = "ottava_integrations.load_quantized loads it with its bytes"
 _REWRITTEN = "Ottava's own, without its metadata: another tool has rewritten the file"
 _PACKED_MX = "mxfp4-pack-quantized or mxfp6-pack-quantized"
 _FLOAT_QUANTIZED = "compressed-tensors float-quantized, or ModelOpt FP8"
@@ -45,7 +45,7 @@ class Format:
 
     Attributes:
         title: the name of the format.
-        reader: how to load the values of such a checkpoint; empty if unknown.
+        reader: how to load such a checkpoint; empty if unknown.
     """
 
     title: str
@@ -56,11 +56,14 @@ class Format:
 FORMATS = {
     "compressed-tensors": Format(
         "compressed-tensors",
-        f"{_LOADED} CompressedTensorsConfig(run_compressed=False)",
+        _LOADED,
     ),
-    "fp8": Format("Hugging Face FP8", f"{_LOADED} FineGrainedFP8Config(dequantize=True)"),
-    "modelopt": Format("ModelOpt"),
-    "mxfp4": Format("Hugging Face MXFP4", f"{_LOADED} Mxfp4Config(dequantize=True)"),
+    "fp8": Format("Hugging Face FP8", _LOADED),
+    "modelopt": Format("ModelOpt", _LOADED),
+    "mxfp4": Format(
+        "Hugging Face MXFP4",
+        "Transformers loads it in high precision with Mxfp4Config(dequantize=True): save that",
+    ),
 }
 
 
@@ -125,13 +128,13 @@ class PublishedWeights:
         example = f"{first!r} of {dtype_name(self.dtypes[first])} has its scales in {scales}"
         if len(data_names) > 1:
             example += f"; {len(data_names) - 1} more tensors are such data"
-        reader = self.format.reader or "dequantize this one with the tool that wrote it"
+        dequantized = "dequantize this one with the tool that wrote it, save that"
+        reader = self.format.reader or dequantized
         raise CheckpointError(
-            f"{path} holds data of quantized weights, and Ottava does not read their format, "
-            f"{self.format.title}: {example}",
+            f"{path} holds data of quantized weights, in the format {self.format.title}, where "
+            f"values are expected: {example}",
             expected="values in high precision, or weights that Ottava has quantized",
-            remedy="take the checkpoint in high precision that it was made of; or "
-            f"{reader}, save that",
+            remedy=f"take the checkpoint in high precision that it was made of; or {reader}",
         )
 
 
