@@ -9,7 +9,7 @@ import torch
 import ottava
 from ottava.errors import OptionError
 from ottava_custom import HybridQuantizer, IdentityQuantizer
-from ottava_integrations import ServedRecipe
+from ottava_integrations import ServedRecipe, iter_exported
 from ottava_integrations.formats import SCHEMES, Scheme, published_tensors, quantized_weight
 
 _TRAINING = (None, "mxfp8", "high_precision")
@@ -124,6 +124,17 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_refusals(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         ServedRecipe(**arguments)
+
+
+def test_layers_that_no_file_can_hold() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 100))
+    recipe = ServedRecipe("fp8")
+    with pytest.raises(OptionError, match="'1' trains with the bytes of fp8, block") as error:
+        list(iter_exported(ottava.convert(net, recipe), "fp8"))
+    assert "include=recipe.holds" in str(error.value)
+    held = ottava.convert(ottava.revert(net), recipe, include=recipe.holds)
+    names = {name for name, _ in iter_exported(held, "fp8")}
+    assert names == {"0.weight", "0.weight_scale_inv", "0.bias", "1.weight", "1.bias"}
 
 
 def test_a_model_trains() -> None:

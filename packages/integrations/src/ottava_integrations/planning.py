@@ -289,12 +289,26 @@ def _sources(
     if key not in samples:
         samples[key] = _scheme_of_quantizer(quantizer, schemes, tensor.dtype, module_name)
     scheme = samples[key]
+    if isinstance(recipe, ServedRecipe):
+        _check_served(module_name, files, scheme)
     label = recipe.scheme.exports_as.name if isinstance(recipe, ServedRecipe) else recipe._label
     return {
         file: Source(file.removesuffix(WEIGHT), scheme, quantizer, label, None)
         for file, shape in files.items()
         if file.endswith(WEIGHT) and len(shape) == 2 and scheme.divides((shape[0], shape[1]))
     }
+
+
+def _check_served(name: str, files: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None:
+    """Raises ShapeError for a layer that trains with bytes which no file can hold."""
+    for shape in files.values():
+        if len(shape) == 2 and not scheme.divides((shape[0], shape[1])):
+            raise ShapeError(
+                f"{name!r} trains with the bytes of {scheme}, whose blocks do not divide its "
+                f"weight {shape}",
+                expected="layers in high precision where the format cannot hold them",
+                remedy="ottava.convert(model, recipe, include=recipe.holds)",
+            )
 
 
 def _scheme_of_quantizer(

@@ -7,6 +7,8 @@ backward pass is that of another recipe, through the rounding as if it were not 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from ottava.errors import OptionError
 from ottava.recipes import QuantizerRole, Recipe
 from ottava.recipes.backward import QUANTIZED
@@ -76,6 +78,17 @@ class ServedRecipe(Recipe):
         for attribute, value in fields.items():
             object.__setattr__(self, attribute, value)
         super().__post_init__()
+
+    def holds(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether blocks of the format divide the weight of a linear module.
+
+        A filter for :func:`ottava.convert`: ``include=recipe.holds``. Others stay in high precision
+        in the files, and so they have to be trained.
+        """
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, torch.nn.Linear) or weight is None:
+            return False
+        return self.scheme.divides((weight.shape[0], weight.shape[1]))
 
     def check_rows_suffice(self) -> None:
         """Refuse a backward pass that reads columns of a weight that has rows alone.
