@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import ottava
 import ottava_integrations.writing as writing
 from ottava.cli.main import app
-from ottava.errors import OptionError, UsageError
+from ottava.errors import DTypeError, OptionError, UsageError
 from ottava_integrations import (
     ServedRecipe,
     check_export,
@@ -184,6 +184,12 @@ def test_all_weights_that_a_format_cannot_hold_are_named(
 
 
 def test_other_refusals(tmp_path: Path) -> None:
+    with pytest.raises(DTypeError, match="model is a str"):
+        iter_exported("model", "fp8")  # type: ignore[arg-type]
+    adapted = model()
+    adapted.up.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(128, 4, bias=False)})
+    with pytest.raises(UsageError, match=r"'up.lora_A.default.weight'(?s:.*)merge_and_unload"):
+        iter_exported(adapted, "fp8")
     with pytest.raises(OptionError, match="format 'gguf'"):
         iter_exported(model(), "gguf")
     with pytest.raises(OptionError, match="input of 'up' is not known"):

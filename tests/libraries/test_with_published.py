@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 
 import ottava
 from benchmarks import published
-from ottava_integrations import check_export, export_model, load_quantized, quantized_from
+from ottava_integrations import (
+    ServedRecipe,
+    check_export,
+    export_model,
+    load_quantized,
+    quantized_from,
+)
 from ottava_integrations.formats import FORMATS, published_tensors, quantized_weight, scheme_of
 from ottava_integrations.names import named_tensors
 
@@ -221,6 +227,28 @@ def test_merged_adapters_leave_and_are_verified(title: str, source: Path, tmp_pa
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     # The converted class is not written.
     assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "modelopt-fp8"])
+def test_what_is_trained_is_what_is_served(format: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The logits of the trained model are those of the exported one, bit for bit."""
+    recipe = ServedRecipe(format)
+    model = ottava.convert(
+        made("llama").to(dtype), recipe, include=recipe.holds, exclude=ottava.HEADS
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(2):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    export_model(model, tmp_path / "out", format)
+    server = made("llama").to(dtype)
+    load_quantized(server, tmp_path / "out")
+    with torch.no_grad():
+        ours, theirs = (each.eval()(TOKENS).logits for each in (model, server))
+    assert torch.equal(ours, theirs)
+    assert check_export(model, tmp_path / "out").is_equal
 
 
 def test_experts_in_one_parameter_get_values(tmp_path: Path) -> None:

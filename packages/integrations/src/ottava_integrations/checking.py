@@ -12,6 +12,7 @@ import torch
 
 from ottava.errors import UsageError
 from ottava.filesystem import AnyPath, as_path
+from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import Filter
 from ottava.recipes import Recipe
 from ottava.tensors import QuantizedTensorStorage
@@ -67,8 +68,8 @@ def check_export(
 ) -> ExportCheck:
     """Read an export with the library of its format, and compare it with the model.
 
-    Each quantized weight is decoded by the released library, in the dtype of the model, and
-    compared with what the quantizer's bytes decode to here. Where Transformers can load the folder,
+    Each quantized weight is decoded by the released library, and compared with what its bytes
+    decode to here, in the dtype that the library gives. Where Transformers can load the folder,
     the logits of one small batch are compared, too; they differ by what quantized inputs do.
 
     Args:
@@ -93,15 +94,23 @@ def check_export(
             layer = name.removesuffix(".weight")
             scheme = source.published.layers[layer].scheme
             theirs = decode(source.parts(layer), scheme)
-            ours = value.dequantize()
+            # Some readers decode to a dtype of their own.
+            dtype = theirs.dtype if theirs.dtype in HIGH_PRECISION else value.dtype
+            ours = value.dequantize(dtype=dtype)
             count += 1
-            unequal = int((theirs.to(ours.dtype) != ours).sum())
+            unequal = _count_different(theirs.to(ours.dtype), ours)
             if unequal:
                 different[layer] = unequal
-        elif not torch.equal(source.tensors[name], value.cpu()):
+        elif _count_different(source.tensors[name], value.cpu()):
             others.append(name)
     logits, reason = _logits(model, as_path(folder), source)
     return ExportCheck(reader, count, different, tuple(others), logits, reason)
+
+
+def _count_different(found: Tensor, expected: Tensor) -> int:
+    """The number of values that differ; NaN is equal to NaN."""
+    both_nan = found.isnan() & expected.isnan()
+    return int(((found != expected) & ~both_nan).sum())
 
 
 # -- the readers --

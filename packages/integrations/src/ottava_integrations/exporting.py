@@ -90,7 +90,8 @@ def iter_exported(
     Raises:
         OptionError: the format, or a weight that it cannot hold exactly; all layers are named.
         RecipeNotFoundError: the package of a recipe is not installed.
-        DTypeError, ShapeError: as :func:`ottava.convert` refuses filters.
+        DTypeError: ``model`` is no module, or a filter is none of :func:`ottava.convert`.
+        UsageError: adapters are not merged.
     """
     plan = plan_export(
         model,

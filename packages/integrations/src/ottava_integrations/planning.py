@@ -3,13 +3,14 @@
 Nothing is computed of the weights but what shows whether the format holds them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from ottava.errors import OptionError, OttavaError, ShapeError
+from ottava.errors import DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from ottava.nn import HEADS, Linear
 from ottava.nn.conversion import Filter, predicate_of
 from ottava.nn.converters import is_convertible
@@ -31,6 +32,8 @@ from ottava_integrations.served import ServedRecipe
 Tensor = torch.Tensor
 #: How the names of weights end in files.
 WEIGHT = ".weight"
+# Names that adapters of PEFT have.
+_ADAPTER = re.compile(r"(^|\.)(lora_\w+|base_layer)\.")
 # The sides of a weight whose export shows whether a format holds what a quantizer makes.
 _SAMPLE = 256
 _Predicate = Callable[[str, torch.nn.Module], bool]
@@ -118,6 +121,7 @@ def plan_export(
     Args:
         check_inputs: whether constant scales of inputs are needed where the format has any.
     """
+    _check_model(model)
     if format not in FORMATS:
         raise OptionError(f"format {format!r}", expected=f"one of {', '.join(FORMATS)}")
     chosen = None if recipe is None else as_recipe(recipe)
@@ -154,6 +158,19 @@ def plan_export(
     if check_inputs:
         _add_input_scales(plan, names, input_amaxes or {})
     return plan
+
+
+def _check_model(model: object) -> None:
+    """Raises DTypeError unless it is a module, and UsageError if adapters are not merged."""
+    if not isinstance(model, torch.nn.Module):
+        raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
+    adapted = [name for name, _ in model.named_parameters() if _ADAPTER.search(name)]
+    if adapted:
+        raise UsageError(
+            f"the model has adapters that are not merged: {adapted[0]!r}",
+            expected="weights alone, because readers of the format know no adapters",
+            remedy="model = model.merge_and_unload()",
+        )
 
 
 def _nothing(plan: Plan) -> OptionError:
@@ -208,9 +225,7 @@ def _activations(model: torch.nn.Module, format: str, activations: str | None) -
         recipe = module.recipe if isinstance(module, Linear) else None
         if isinstance(recipe, ServedRecipe) and recipe.activations is not None:
             return recipe.activations
-    scheme = schemes_of(format)[0]
-    # The constant scale of NVFP4's inputs has to be known.
-    return "none" if scheme.names.level else scheme.activations
+    return schemes_of(format)[0].activations
 
 
 def _tied(model: torch.nn.Module) -> set[int]:

@@ -66,7 +66,7 @@ def export_model(
         force: replace the folder if it is there.
 
     Raises:
-        UsageError: the folder is there, or cannot be written.
+        UsageError: the folder is there, or cannot be written; or adapters are not merged.
         OptionError, RecipeNotFoundError, DTypeError: as of :func:`iter_exported`.
     """
     target = as_path(folder)

@@ -261,7 +261,8 @@ def _groups() -> Iterator[Scheme]:
             names=names,
             loads_as=recipe,
             exports_as=recipe,
-            activations="group",
+            # The one scale of an input would be a constant, which training does not know.
+            activations="none" if names.level else "group",
             level_multiplies=library is not compressed,
         )
 
