@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from ottava.checkpoint import read_state
 from ottava.checkpoint.published import find_published, weight_of
 from ottava.contract import Contract
 from ottava.errors import OttavaError
 from ottava.filesystem import AnyPath, as_path
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import QuantizedTensorStorage
-from ottava_integrations import read_state
 from ottava_verify.reading import stored_tensors
 from ottava_verify.steps import Grid, Usage
 from ottava_verify.stored import Stored, numbers_of, power_of_two, spread
@@ -62,7 +62,7 @@ def quantized_tensors(path: AnyPath) -> list[Quantized]:
     """The quantized tensors of a checkpoint.
 
     Args:
-        path: see :func:`ottava_integrations.read_state`.
+        path: see :func:`ottava.checkpoint.read_state`.
 
     Raises:
         CheckpointError: it is damaged, or cannot be read.

@@ -6,8 +6,7 @@ from operator import add
 
 from rich.table import Table
 
-from ottava.cli.output import table
-from ottava_integrations.command import grouped
+from ottava.cli.output import grouped, table
 from ottava_verify.matching import Agreement
 from ottava_verify.report import Example, Finding, Report
 
