@@ -32,12 +32,12 @@ from ottava_verify import (
     verify_checkpoints,
     verify_function,
 )
-from ottava_verify.catalogue import contracts_of_recipes
+from ottava_verify.contracts import Named, contracts_of_recipes
 from ottava_verify.functions import Input, read
 from ottava_verify.inputs import outliers
-from ottava_verify.matching import Named
 from tests.verify import planted
 from tests.verify.planted import E4M3
+from tests.verify.scalar import quantize
 
 CONTRACTS = contracts_of_recipes()
 PLAIN = NVFP4Quantizer()
@@ -63,7 +63,7 @@ def few_inputs() -> list[Input]:
         for named in CONTRACTS
     ],
 )
-def test_right_bytes_of_an_interpreter_have_no_cause(named: Named) -> None:
+def test_right_bytes_have_no_cause(named: Named) -> None:
     report = verify_function(
         interpreted(named), named.contract, usage=named.usage, inputs=few_inputs()
     )
@@ -72,15 +72,14 @@ def test_right_bytes_of_an_interpreter_have_no_cause(named: Named) -> None:
 
 
 def interpreted(named: Named) -> Callable[..., Any]:
-    """A function with the bytes of a contract, by the interpreter of single numbers."""
-    from ottava_verify import quantize
+    """A function with the bytes of a contract, by the scalar oracle."""
 
     def function(x: torch.Tensor, given: float | int | None = None) -> tuple[torch.Tensor, ...]:
         dtype = str(x.dtype).removeprefix("torch.")
         options = {"seed": given} if isinstance(given, int) else {"scale": given}
         stored = quantize(named.contract, named.usage, x.tolist(), dtype=dtype, **options)
         data = torch.tensor([list(row) for row in stored.data], dtype=torch.uint8)
-        is_code = named.choices.scale.format != "float32"
+        is_code = named.steps.scale.format != "float32"
         scales = torch.tensor(stored.scales, dtype=torch.uint8 if is_code else torch.float32)
         return (data, scales) if stored.amax is None else (data, scales, torch.tensor(stored.amax))
 

@@ -6,12 +6,11 @@ integers. Nothing here rounds: each input is made of integers and powers of two,
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ottava_verify.numbers import format_of
+from ottava_verify.formats import magnitudes
 from ottava_verify.steps import Steps
 
 _MASK = (1 << 64) - 1
@@ -116,9 +115,9 @@ def ties(steps: Steps) -> Tensor:
     the rule allows it. With a second level the first row has the number for which ``S`` is 1.
     """
     element = steps.element
-    magnitudes = [each for each in format_of(element.format).magnitudes if each <= element.maximum]
-    middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
-    halfway = torch.tensor(middles)
+    finite = magnitudes(element.format)
+    finite = finite[finite <= element.maximum]
+    halfway = (finite[:-1] + finite[1:]) / 2
     zero, more = torch.zeros(()), torch.full((), math.inf)
     numbers = [halfway, torch.nextafter(halfway, zero), torch.nextafter(halfway, more)]
     values = torch.stack(numbers, 1).flatten()
