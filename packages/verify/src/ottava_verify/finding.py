@@ -107,8 +107,10 @@ def _nearest(
     if nearest is None or nearest.agreement is None:
         return {}
     clauses = nearest.causes
-    if _is_random(nearest, cases):
-        clauses += (_RANDOM,)
+    other_turns = tuple(turn for turn in nearest.turns if turn.step != "rounding")
+    unrounded = replace(nearest, turns=other_turns)
+    if _is_random(unrounded, cases):
+        clauses = (*unrounded.causes, _RANDOM)
     elif agrees is not None and sum(nearest.shares) <= sum(agrees.shares):
         return {}
     return {"nearest": clauses, "nearest_agreement": nearest.agreement}

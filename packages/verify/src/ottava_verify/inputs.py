@@ -6,6 +6,7 @@ integers. Nothing here rounds: each input is made of integers and powers of two,
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -97,6 +98,13 @@ def outliers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.floa
     A number is the sum of four uniform ones of 16 bits, and so nearly normal. Of the columns, one
     in 16 is 32 times as large, and of all numbers one in 256 is 64 times as large.
     """
+    # The sums have 18 bits: each rounds once to the narrower dtypes.
+    return _outliers(rows, columns, seed).view(rows, columns).to(dtype, copy=True)
+
+
+@cache
+def _outliers(rows: int, columns: int, seed: int) -> Tensor:
+    """The numbers in float64, row by row."""
     numbers = []
     for place, word in enumerate(splitmix64(seed, rows * columns)):
         sixteen = [word >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
@@ -104,8 +112,7 @@ def outliers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.floa
         if place % columns % 16 == 5:
             number *= 32
         numbers.append(number * 64 if word * 0x2545F491 >> 20 & 0xFF == 0 else number)
-    # The sums have 18 bits: each rounds once to the narrower dtypes.
-    return torch.tensor(numbers, dtype=torch.float64).view(rows, columns).to(dtype)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def ties(steps: Steps) -> Tensor:
