@@ -11,8 +11,8 @@ from click.testing import Result
 from safetensors.torch import save_file
 
 import ottava_debug
+from ottava.cli.files import write_text
 from ottava.errors import OptionError
-from ottava_debug.output import write_text
 from tests.debug.analyses import command
 
 CHECKPOINT = "in.safetensors"

@@ -1,15 +1,9 @@
-"""What tensors are read from: files and folders of other tools, files of torch.save, and sharded
-checkpoints."""
+"""What is converted: folders of files, files of torch.save; and the layers of a checkpoint."""
 
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import random
-import warnings
 from collections import OrderedDict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +16,10 @@ import ottava
 from ottava import checkpoint
 from ottava.cli.main import app
 from ottava.cli.recipes import checkpoint_layers
-from ottava.errors import CheckpointError, OttavaError, UsageError
-from ottava_integrations import convert_file, read_state
+from ottava.errors import UsageError
+from ottava_integrations import convert_file
 from tests.comparing import assert_same
-from tests.core.checkpoint.files import lines_of, pickles
-from tests.integrations.files import inner, plain, same_files
+from tests.integrations.files import plain, same_files
 
 INDEX = "model.safetensors.index.json"
 STATE = {f"{n}.weight": torch.full((3, n + 1), float(n)) for n in range(5)}
@@ -55,37 +48,6 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     same_files(tmp_path / "a", tmp_path / "b")
 
 
-INDICES: list[tuple[str | None, str]] = [
-    ("{", r"index\.json cannot be read"),
-    ("[]", r"index\.json cannot be read"),
-    ('{"weight_map": []}', r"index\.json cannot be read"),
-    ('{"weight_map": {"a": 3}}', r"index\.json cannot be read"),
-    ("[" * 100_000, r"index\.json cannot be read"),
-    ('{"weight_map": {"a": "../in"}}', "same folder"),
-    ('{"weight_map": {"a": "/etc/passwd"}}', "same folder"),
-    ('{"weight_map": {"a": "absent"}}', "absent cannot be read"),
-    (json.dumps({"weight_map": WHERE | {"a": WHERE["0.weight"]}}), "no tensor 'a'"),
-    (None, r"Expected: model\.safetensors, files by tensor in model\.safetensors\.index\.json, or"),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), INDICES)
-def test_indices_of_files(text: str | None, words: str, tmp_path: Path) -> None:
-    index = in_two_files(tmp_path / "folder") / INDEX
-    index.unlink()
-    if text is not None:
-        index.write_text(text)
-    with pytest.raises(CheckpointError, match=words):
-        read_state(tmp_path / "folder")
-
-
-@pytest.mark.parametrize("name", [INDEX, "ottava.json", "model.safetensors"])
-def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_state(tmp_path)
-
-
 def test_files_of_torch_save(tmp_path: Path) -> None:
     with ottava.quantized_model_init("current"):
         layer = ottava.nn.Linear(7, 5, recipe="current")
@@ -98,109 +60,6 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
         assert_same(state["layer.weight"], layer.weight.dequantize())
         assert state.keys() == model.state_dict().keys()
         assert len(plain(tmp_path / "out")) == len(state) - 1
-
-
-OTHER = "'x' is on meta, sparse, nested or expanded"
-PICKLES: list[tuple[Any, str]] = [
-    ([torch.ones(1)], "holds a list"),
-    ({"model": {}, "epoch": 3}, "'model' is a"),
-    ({3: torch.ones(1)}, "3 is a Tensor"),
-    ({"x": torch.eye(2).to_sparse()}, OTHER),
-    ({"x": torch.ones(2, device="meta")}, OTHER),
-    # A small file that asks for any amount of memory.
-    ({"x": torch.zeros(1).expand(2**14, 2**14)}, OTHER),
-    ({"x": torch.zeros(1).expand(2**24, 2**24)}, OTHER),
-    (torch.nn.Linear(2, 2), r"it needs code to be run \(torch.nn.modules.linear.Linear\)"),
-]
-
-
-@pytest.mark.parametrize(("value", "words"), PICKLES)
-def test_refused_files_of_torch_save(value: Any, words: str, tmp_path: Path) -> None:
-    torch.save(value, tmp_path / "pt")
-    assert (tmp_path / "pt").stat().st_size < 4000
-    with pytest.raises(CheckpointError, match=words) as caught:
-        convert_file(tmp_path / "pt", tmp_path / "out", "fp32")
-    # torch's own message advises to run the code.
-    assert "weights_only" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused(layout: Any, tmp_path: Path) -> None:
-    value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
-    torch.save({"x": value}, tmp_path / "pt")
-    with pytest.raises(OttavaError):
-        read_state(tmp_path / "pt")
-
-
-def test_pickles_run_nothing(tmp_path: Path) -> None:
-    trace, path = tmp_path / "trace", tmp_path / "pickle.pt"
-    for raw in pickles(trace):
-        path.write_bytes(raw)
-        with pytest.raises(OttavaError, match=r"pickle\.pt"):
-            read_state(path)
-        assert not trace.exists()
-    # The test could fail.
-    pickle.loads(pickles(trace)[0])
-    assert trace.exists()
-
-
-def test_damaged_files_of_torch_save(tmp_path: Path) -> None:
-    """Tensors, or Ottava's error; the file has no checksum."""
-    path, chance, refused = tmp_path / "pt", random.Random(2), 0
-    torch.save({"a": torch.arange(6), "b.weight": torch.randn(4, 4)}, path)
-    raw = path.read_bytes()
-    for _ in range(300):
-        changed = bytearray(raw)
-        for _ in range(chance.choice((1, 1, 8))):
-            changed[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-        path.write_bytes(changed[: chance.choice((len(raw), chance.randrange(len(raw))))])
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                state = read_state(path)[0]
-        except OttavaError:
-            refused += 1
-        else:
-            assert all(isinstance(value, torch.Tensor) for value in state.values())
-    assert refused > 75
-
-
-def test_a_sharded_checkpoint(tmp_path: Path) -> None:
-    with ottava.quantized_model_init("current"):
-        net = torch.nn.Sequential(ottava.nn.Linear(5, 33, recipe="current"))
-    checkpoint.save_sharded(net.state_dict(), tmp_path / "saved")
-    state, texts = read_state(tmp_path / "saved")
-    assert texts == {}
-    assert state.keys() == net.state_dict().keys()
-    for name, value in net.state_dict().items():
-        assert_same(inner(state[name]), inner(value))
-    assert (
-        checkpoint.flatten_state_dict(state)[1]
-        == checkpoint.flatten_state_dict(net.state_dict())[1]
-    )
-    for file in sorted((tmp_path / "saved").iterdir()):
-        raw = bytearray(file.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        file.write_bytes(raw)
-        with pytest.raises(CheckpointError, match=file.name):
-            read_state(tmp_path / "saved")
-        raw[len(raw) // 2] ^= 1
-        file.write_bytes(raw)
-
-
-def test_an_index_of_many_files_is_read_in_linear_time(tmp_path: Path) -> None:
-    """A search through the index for each file takes long for large models."""
-    lines = []
-    for number in (20, 160):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        where = {f"{n}.weight": f"{n}.safetensors" for n in range(number)}
-        for name, file in where.items():
-            safetensors.torch.save_file({name: torch.ones(1)}, folder / file)
-        (folder / INDEX).write_text(json.dumps({"weight_map": where}))
-        lines.append(lines_of(partial(read_state, folder)))
-    assert lines[1] < 10 * lines[0]
 
 
 def test_recipes_explain_asks_about_the_layers_of_a_checkpoint(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from ottava.cli.output import parse_options
 from ottava.errors import OptionError, UsageError
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe, IdentityQuantizer
-from ottava_verify import HASHES, Vectors, make_vectors, quantize
+from ottava_verify import HASHES, Vectors, make_vectors
 from ottava_verify.inputs import every_bfloat16, every_exponent, outliers, special, splitmix64
 from tests.comparing import assert_same
 from tests.core.conftest import ISAS, running
-from tests.verify.test_interpreters import tensors as stored
+from tests.verify.scalar import quantize
+from tests.verify.test_interpretation import tensors as stored
 
 E4M3 = torch.float8_e4m3fn
 #: Recipes with different kernels, on each code path in the short run.

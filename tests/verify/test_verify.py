@@ -17,7 +17,6 @@ import torch
 from typer.testing import CliRunner
 
 import ottava
-from ottava import Contract
 from ottava.checkpoint import save_file
 from ottava.cli.main import app
 from ottava.errors import OptionError, UsageError
@@ -32,24 +31,35 @@ from ottava_verify import (
     verify_checkpoints,
     verify_function,
 )
-from ottava_verify.catalogue import contracts_of_recipes
+from ottava_verify.checkpoints import quantized_tensors
+from ottava_verify.contracts import Named, contracts_of_recipes, resolve_contract
 from ottava_verify.functions import Input, read
 from ottava_verify.inputs import outliers
-from ottava_verify.matching import Named
+from ottava_verify.search import Case, Explanation, match
+from ottava_verify.stored import Stored
+from ottava_verify.terminal import sentences
+from tests.comparing import assert_same
 from tests.verify import planted
+from tests.verify.numbers import quotient
 from tests.verify.planted import E4M3
+from tests.verify.scalar import decode, quantize
 
 CONTRACTS = contracts_of_recipes()
 PLAIN = NVFP4Quantizer()
+KERNELS = """from tests.verify.planted import mx
+from tests.verify.test_verify import FLOOR
+"""
+FLOOR = MXFP8Quantizer(E4M3, scale_rounding="floor")
 RANDOM = NVFP4Quantizer(stochastic_rounding=True).contract
 X = outliers(64, 160, seed=1, dtype=torch.bfloat16)
+SMALL = X[:32, :64].contiguous()
 
 
 def few_inputs() -> list[Input]:
     """Usual and unusual matrices."""
     odd = X[:33, :70].clone()
     odd[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
-    return [Input("usual", X), Input("odd", odd, is_usual=False)]
+    return [Input("usual", X[:16]), Input("odd", odd, is_usual=False)]
 
 
 # Nothing is named where all bytes are right.
@@ -63,7 +73,7 @@ def few_inputs() -> list[Input]:
         for named in CONTRACTS
     ],
 )
-def test_right_bytes_of_an_interpreter_have_no_cause(named: Named) -> None:
+def test_right_bytes_have_no_cause(named: Named) -> None:
     report = verify_function(
         interpreted(named), named.contract, usage=named.usage, inputs=few_inputs()
     )
@@ -72,15 +82,14 @@ def test_right_bytes_of_an_interpreter_have_no_cause(named: Named) -> None:
 
 
 def interpreted(named: Named) -> Callable[..., Any]:
-    """A function with the bytes of a contract, by the interpreter of single numbers."""
-    from ottava_verify import quantize
+    """A function with the bytes of a contract, by the scalar oracle."""
 
     def function(x: torch.Tensor, given: float | int | None = None) -> tuple[torch.Tensor, ...]:
         dtype = str(x.dtype).removeprefix("torch.")
         options = {"seed": given} if isinstance(given, int) else {"scale": given}
         stored = quantize(named.contract, named.usage, x.tolist(), dtype=dtype, **options)
         data = torch.tensor([list(row) for row in stored.data], dtype=torch.uint8)
-        is_code = named.choices.scale.format != "float32"
+        is_code = named.steps.scale.format != "float32"
         scales = torch.tensor(stored.scales, dtype=torch.uint8 if is_code else torch.float32)
         return (data, scales) if stored.amax is None else (data, scales, torch.tensor(stored.amax))
 
@@ -95,11 +104,11 @@ def test_right_checkpoints_have_no_cause(name: str, has_contract: bool, tmp_path
     quantizer = ottava.get_recipe(name).quantizer("weight")
     if not isinstance(quantizer, ottava.Quantizer):
         pytest.skip("its quantizers are made of a state")
-    weight = quantizer(X)
+    weight = quantizer(SMALL)
     if not has_contract:
         weight._quantizer = None
     save_file({"a.weight": weight, "bias": torch.zeros(3)}, tmp_path / "quantized.safetensors")
-    safetensors.torch.save_file({"a.weight": X}, tmp_path / "source.safetensors")
+    safetensors.torch.save_file({"a.weight": SMALL}, tmp_path / "source.safetensors")
     report = verify_checkpoint(tmp_path / "quantized.safetensors", tmp_path / "source.safetensors")
     assert [finding.status for finding in report.findings] == ["equal"] * len(report.findings)
     assert all(finding.causes == () for finding in report.findings)
@@ -213,7 +222,8 @@ def test_a_random_rounding_is_recognized() -> None:
     def stochastic(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return planted.mx(x, rule="up", elements=to_a_neighbour)
 
-    (finding,) = verify_function(stochastic, "mxfp8", inputs=[Input("x", X.float())]).findings
+    inputs = [Input("x", SMALL.float())]
+    (finding,) = verify_function(stochastic, "mxfp8", inputs=inputs).findings
     assert finding.causes == ()
     assert "at random" in finding.nearest[-1]
 
@@ -233,22 +243,27 @@ def test_unusual_inputs_are_told_apart() -> None:
         return data, scales
 
     inputs = [Input("usual", X), Input("odd", torch.full((32, 64), float("inf")), is_usual=False)]
-    (finding,) = verify_function(function, "mxfp8", inputs=inputs).findings
+    report = verify_function(function, "mxfp8", inputs=inputs)
+    (finding,) = report.findings
     assert len(finding.causes) == 1
     assert "`floor`" in finding.causes[0][0]
     assert finding.scope.startswith("usual inputs")
+    assert any("  all bytes of usual inputs" in sentence for sentence in sentences(report))
 
 
 def test_what_explains_some_inputs_is_no_cause() -> None:
     """More inputs than a search looks at first, of which every second one has another rule."""
-
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return planted.mx(x, rule="floor" if x.shape[0] == 64 else "nearest")
-
-    inputs = [Input(str(i), X[: 64 >> i % 2].float()) for i in range(14)]
-    (finding,) = verify_function(function, "mxfp8", inputs=inputs).findings
-    assert finding.causes == ()
-    assert finding.nearest
+    inputs = [X[: 64 >> i % 2, :32].float() for i in range(14)]
+    rules = [("floor", "nearest")[i % 2] for i in range(14)]
+    cases = [
+        Case("", x, Stored.of(*planted.mx(x, rule=rule)))
+        for x, rule in zip(inputs, rules, strict=True)
+    ]
+    expected = Explanation(resolve_contract("mxfp8"))
+    result = match(cases, [expected], most_turns=1)
+    assert result.exact == ()
+    assert result.nearest
+    assert match(cases[::2], [expected], most_turns=1).exact
 
 
 def test_errors_are_told_by_input() -> None:
@@ -292,7 +307,15 @@ def test_tensors_that_cannot_be_compared(tmp_path: Path) -> None:
     assert verify_checkpoint(source, source).exit_status == 2
 
 
-@pytest.mark.parametrize("turn", ["scale-240", "truncated", "block-unrounded", "scales-swizzled"])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "scale-240",
+        "scales-swizzled",
+        pytest.param("truncated", marks=pytest.mark.slow),
+        pytest.param("block-unrounded", marks=pytest.mark.slow),
+    ],
+)
 def test_large_tensors_are_searched_in_a_part(turn: str, tmp_path: Path) -> None:
     (each,) = (each for each in planted.PLANTED if each.turn == turn)
     x = outliers(384, 640, seed=7) * 1.05
@@ -313,9 +336,9 @@ def test_large_tensors_are_searched_in_a_part(turn: str, tmp_path: Path) -> None
 
 def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:
     scale = torch.tensor(3.0)
-    data, inverse = planted.cast(X.float() * scale), (1 / scale).view(1)
+    data, inverse = planted.cast(SMALL.float() * scale), (1 / scale).view(1)
     quantized = checkpoint(tmp_path / "q", a__weight=data, a__weight_scale=inverse)
-    source = checkpoint(tmp_path / "s", a__weight=X)
+    source = checkpoint(tmp_path / "s", a__weight=SMALL)
     (finding,) = verify_checkpoint(quantized, source).findings
     assert finding.contract.startswith("delayed")
 
@@ -324,17 +347,67 @@ def test_one_amax_of_several_tensors_is_recognized(tmp_path: Path) -> None:
     def fused(amax: torch.Tensor) -> torch.Tensor:
         return planted.divide(2688.0, amax * 1.5)
 
-    data, scales, amax = planted.nvfp4(X, level=fused)
+    data, scales, amax = planted.nvfp4(SMALL, level=fused)
     quantized = checkpoint(
         tmp_path / "q",
         a__weight_packed=data,
         a__weight_scale=scales,
         a__weight_global_scale=fused(amax).view(1),
     )
-    source = checkpoint(tmp_path / "s", a__weight=X)
+    source = checkpoint(tmp_path / "s", a__weight=SMALL)
     (finding,) = verify_checkpoint(quantized, source).findings
     assert len(finding.causes) == 1
     assert finding.causes[0][0].startswith("the global scale is that of another amax")
+
+
+# ModelOpt's files, built by hand from the oracle's bytes.
+
+
+def of_modelopt(folder: Path, recipe: str) -> list[list[float]]:
+    """Writes a folder as ModelOpt does, where an amax of a second level is stored over 448 * 6, and
+    a source beside it; gives the values of the weight."""
+    contract = ottava.get_recipe(recipe).quantizer("input").contract
+    stored = quantize(contract, "rowwise", SMALL.tolist(), dtype="bfloat16")
+    data = torch.tensor([list(row) for row in stored.data], dtype=torch.uint8)
+    if stored.amax is None:
+        tensors = {"a.weight": data.view(E4M3), "a.weight_scale": torch.tensor(stored.scales[0][0])}
+    else:
+        codes = torch.tensor(stored.scales, dtype=torch.uint8)
+        level = torch.tensor(quotient(stored.amax[0][0], 448.0 * 6))
+        tensors = {"a.weight": data, "a.weight_scale": codes.view(E4M3), "a.weight_scale_2": level}
+    (folder / "q").mkdir()
+    safetensors.torch.save_file(tensors, folder / "q" / "model.safetensors")
+    config = {"quantization": {"quant_algo": "FP8" if stored.amax is None else "NVFP4"}}
+    (folder / "q" / "hf_quant_config.json").write_text(json.dumps(config))
+    checkpoint(folder / "s", a__weight=SMALL)
+    return decode(contract, "rowwise", stored)
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_files_of_modelopt(recipe: str, tmp_path: Path) -> None:
+    values = of_modelopt(tmp_path, recipe)
+    (finding,) = verify_checkpoint(tmp_path / "q", tmp_path / "s").findings
+    assert finding.status == "equal"
+    assert finding.contract.startswith(f"{recipe}, ")
+    assert "ModelOpt" in finding.note
+    (tensor,) = quantized_tensors(tmp_path / "q")
+    assert_same(tensor.decode(), torch.tensor(values))
+    assert verify_checkpoints(tmp_path / "q", tmp_path / "q").status == "equal"
+
+
+def test_a_wrong_scale_of_modelopt_departs(tmp_path: Path) -> None:
+    """The global scale of compressed-tensors is the inverse of ModelOpt's."""
+    of_modelopt(tmp_path, "nvfp4")
+    file = tmp_path / "q" / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["a.weight_scale_2"] = 1 / tensors["a.weight_scale_2"]
+    safetensors.torch.save_file(tensors, file)
+    report = verify_checkpoint(tmp_path / "q", tmp_path / "s", contract="nvfp4", role="input")
+    (finding,) = report.findings
+    assert finding.status == "departs"
+    assert finding.agreement is not None
+    assert finding.agreement.equal_elements == finding.agreement.elements
+    assert (finding.agreement.levels, finding.agreement.equal_levels) == (1, 0)
 
 
 def test_two_checkpoints(tmp_path: Path) -> None:
@@ -362,7 +435,7 @@ def test_two_checkpoints(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    (tmp_path / "my_kernels.py").write_text("from tests.verify.planted import mx, nvfp4\n")
+    (tmp_path / "my_kernels.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_kernels", raising=False)
 
@@ -399,13 +472,14 @@ def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_pat
 def test_the_command_takes_functions_and_contracts(
     run: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    contract: Contract = MXFP8Quantizer(E4M3, scale_rounding="floor").contract
-    (tmp_path / "contract.json").write_text(contract.to_json())
-    code, output = run("my_kernels:mx", "--contract", "contract.json")
-    # It is written for finite values and whole blocks.
+    (tmp_path / "contract.json").write_text(FLOOR.contract.to_json())
+    code, output = run("my_kernels:FLOOR", "--contract", "contract.json")
+    assert code == 0, output
+    assert "all bytes are those of contract.json" in output
+    code, output = run("my_kernels:FLOOR", "--contract", "mxfp8")
     assert code == 1
-    assert "all bytes of usual inputs" in output
-    assert "are those of the contract" in output
+    assert "all bytes are explained: scales agree with `floor`" in output
+    assert "The first that depart" in output
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from ottava.cli import main, recipes
+from ottava.cli import main
 from ottava.cli.output import (
     PlainColumn,
     console,
@@ -201,17 +201,6 @@ def test_explain_tells_lines_rules_and_the_layers_of_the_demo(plugins: Path) -> 
     assert "[red]" in run(plugins, "recipes", "--explain", "model.rules", "--layer", "b").stdout
 
 
-def test_explain_names_the_package_that_reads_checkpoints(
-    plugins: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recipes, "discover", lambda group: [])
-    done = run(plugins, "recipes", "--explain", "plain", "--checkpoint", "file")
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        "error: --checkpoint is not installed. Expected: ottava-integrations. Remedy: pip "
-    )
-
-
 REFUSED = {
     "--layer a": "--layer without --explain. Remedy: say which recipe: --explain NAME.",
     "--checkpoint a --layer b --json": "--layer and --checkpoint without --explain.",
@@ -219,6 +208,7 @@ REFUSED = {
     "--explain model.other": "the file 'model.other' is read by no installed recipe",
     "--explain bad.rules --json": "bad.rules, line 3: bad.",
     "--explain plain --layer=": "--layer ''. Expected: the qualified name of a layer.",
+    "--explain plain --checkpoint absent": "absent cannot be read",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import yaml
 
+from ottava.cli.files import check_suffix, write_text
 from ottava.errors import OptionError, OttavaError
 from ottava.recipes import QuantizerRole, Recipe, get_recipe
 from ottava.recipes.registry import is_path
@@ -20,7 +21,6 @@ from ottava_custom.files import FileFactory
 from ottava_custom.hybrid import side_of
 from ottava_custom.hybrid_tensors import SIDES
 from ottava_debug.operands import BY_COLUMN, OPERANDS, ROLES
-from ottava_debug.output import check_suffix, write_text
 
 _WIDTH = 110
 # Text that YAML reads as text without quotes. YAML's words for null and booleans are excluded.

@@ -23,7 +23,7 @@ _EXPORTS = {
     "iter_exported": "exporting",
     "load_quantized": "loading",
     "quantized_from": "formats.recognized",
-    "read_state": "reading",
+    "read_state": "ottava.checkpoint",
 }
 
 __all__ = ["__version__", *_EXPORTS]
@@ -32,9 +32,10 @@ __all__ = ["__version__", *_EXPORTS]
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'ottava_integrations' has no attribute {name!r}")
-    value = globals()[name] = getattr(
-        importlib.import_module(f"ottava_integrations.{_EXPORTS[name]}"), name
-    )
+    module = _EXPORTS[name]
+    if not module.startswith("ottava."):
+        module = f"ottava_integrations.{module}"
+    value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
 
 
@@ -43,6 +44,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from ottava.checkpoint import read_state as read_state
     from ottava_integrations.checking import ExportCheck as ExportCheck
     from ottava_integrations.checking import check_export as check_export
     from ottava_integrations.converting import Conversion as Conversion
@@ -55,6 +57,5 @@ if TYPE_CHECKING:
     from ottava_integrations.formats.recognized import quantized_from as quantized_from
     from ottava_integrations.loading import LoadReport as LoadReport
     from ottava_integrations.loading import load_quantized as load_quantized
-    from ottava_integrations.reading import read_state as read_state
     from ottava_integrations.served import ServedRecipe as ServedRecipe
     from ottava_integrations.writing import export_model as export_model

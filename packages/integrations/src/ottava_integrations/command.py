@@ -4,9 +4,8 @@ import importlib.util
 import json
 import os
 import pkgutil
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ import typer
 from rich.filesize import decimal
 from rich.progress import DownloadColumn, Progress
 
-from ottava.cli.output import console, parse_options, say, table
+from ottava.cli.output import console, grouped, parse_options, say, table
 from ottava.errors import (
     DTypeError,
     OptionError,
@@ -33,20 +32,6 @@ if TYPE_CHECKING:
     from ottava_integrations.exporting import ExportReport
 
 _Texts = list[str] | None
-
-
-def grouped(names: Sequence[str]) -> list[str]:
-    """Names, where those that differ only in numbers become one pattern with their count.
-
-    ``["h.0.w", "h.1.w", "x"]`` becomes ``["h.*.w (2)", "x"]``.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
-    return [
-        group[0] if len(group) == 1 else f"{pattern} ({len(group)})"
-        for pattern, group in groups.items()
-    ]
 
 
 def make_model(reference: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint import save_file
+from ottava.checkpoint import read_state, save_file
 from ottava.checkpoint.flatten import held_tensors, place_of
 from ottava.checkpoint.published import FLOAT8, find_published
 from ottava.errors import (
@@ -31,7 +31,6 @@ from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.of_layer import layer_state
 from ottava.recipes.role import OF_LINEAR
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_integrations.reading import read_state
 
 #: Names of high-precision dtypes that may be given in place of a recipe's name.
 HIGH_PRECISION_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

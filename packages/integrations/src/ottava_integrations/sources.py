@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ottava.checkpoint import read_state
 from ottava.errors import CheckpointError, UsageError, translated
 from ottava.filesystem import AnyPath, as_path, read_bytes
 from ottava.tensors import QuantizedTensor
 from ottava_integrations.converting import is_named_as_embedding
-from ottava_integrations.reading import read_state
 
 Tensor = torch.Tensor
 _CONFIG = "config.json"

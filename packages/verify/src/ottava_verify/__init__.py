@@ -1,4 +1,4 @@
-"""Contracts of quantizers: interpreters, golden vectors, and what given bytes were made with.
+"""Contracts of quantizers: golden vectors, and what given bytes were made with.
 
 Public names are resolved on first use, so torch is not imported before it is needed.
 """
@@ -8,26 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it.
-_MODULES = {
-    "HASHES": "ottava_verify.hashes",
-    "TURNS": "ottava_verify.turns",
-    "Bytes": "ottava_verify.scalar",
-    "Finding": "ottava_verify.report",
-    "Interpreter": "ottava_verify.arrays",
-    "Report": "ottava_verify.report",
-    "Turn": "ottava_verify.turns",
-    "Vectors": "ottava_verify.vectors",
-    "assert_contract": "ottava_verify.verifying",
-    "decode": "ottava_verify.scalar",
-    "make_vectors": "ottava_verify.vectors",
-    "quantize": "ottava_verify.scalar",
-    "stored_tensors": "ottava_verify.reading",
-    "verify": "ottava_verify.verifying",
-    "verify_checkpoint": "ottava_verify.verifying",
-    "verify_checkpoints": "ottava_verify.verifying",
-    "verify_function": "ottava_verify.verifying",
+# Module -> the public names that it defines.
+_NAMES = {
+    "interpretation": "Interpretation",
+    "report": "Finding Report",
+    "stored": "stored_tensors",
+    "turns": "TURNS Turn",
+    "vectors": "HASHES Vectors make_vectors",
+    "verifying": "assert_contract verify verify_checkpoint verify_checkpoints verify_function",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_MODULES]
 
@@ -35,7 +25,8 @@ __all__ = ["__version__", *_MODULES]
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ottava_verify' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    module = importlib.import_module(f"ottava_verify.{_MODULES[name]}")
+    value = globals()[name] = getattr(module, name)
     return value
 
 
@@ -44,16 +35,13 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from ottava_verify.arrays import Interpreter as Interpreter
-    from ottava_verify.hashes import HASHES as HASHES
-    from ottava_verify.reading import stored_tensors as stored_tensors
+    from ottava_verify.interpretation import Interpretation as Interpretation
     from ottava_verify.report import Finding as Finding
     from ottava_verify.report import Report as Report
-    from ottava_verify.scalar import Bytes as Bytes
-    from ottava_verify.scalar import decode as decode
-    from ottava_verify.scalar import quantize as quantize
+    from ottava_verify.stored import stored_tensors as stored_tensors
     from ottava_verify.turns import TURNS as TURNS
     from ottava_verify.turns import Turn as Turn
+    from ottava_verify.vectors import HASHES as HASHES
     from ottava_verify.vectors import Vectors as Vectors
     from ottava_verify.vectors import make_vectors as make_vectors
     from ottava_verify.verifying import assert_contract as assert_contract

@@ -74,7 +74,7 @@ def _stated(name: str, roles: _Texts, options: _Texts) -> "tuple[str, dict[str, 
     """The name of a recipe, and its contracts by role."""
     from ottava.recipes import get_recipe
     from ottava.recipes.role import OF_LINEAR
-    from ottava_verify.vectors import quantizers_of
+    from ottava_verify.contracts import quantizers_of
 
     recipe = get_recipe(name, **parse_options(options or []))
     quantizers = quantizers_of(recipe, roles or OF_LINEAR)

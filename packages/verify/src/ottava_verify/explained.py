@@ -4,19 +4,23 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 
-from ottava.contract import RULES, Contract, Direction
-from ottava_verify import scalar
-from ottava_verify.numbers import format_of, rounded
-from ottava_verify.steps import Steps, Usage, steps_of
+import torch
+from torch import Tensor
 
-_USAGES: tuple[Usage, ...] = ("rowwise", "columnwise")
+from ottava.contract import RULES, Contract, Direction
+from ottava_verify.formats import numbers_of_codes, numbers_of_scales
+from ottava_verify.interpretation import Interpretation
+from ottava_verify.steps import USAGES, Steps, Usage, steps_of
+
 _SEED, _SCALE = 1, 2.0
+#: The values of a block, whose largest number of digits float32 has.
+_VALUES = (1.0, -2.5, 0.3, 5.75)
 #: Special numbers, each in a block of its own beside a 1.
 _SPECIAL = {
     "NaN": math.nan,
     "infinity": math.inf,
     "-0": -0.0,
-    "the largest float32": rounded(3.4028234663852886e38),
+    "the largest float32": torch.finfo(torch.float32).max,
     "the smallest float32": 2.0**-149,
 }
 _SOURCES = {
@@ -41,24 +45,18 @@ def page(name: str, contracts: Mapping[str, Contract]) -> str:
         "float32, correctly rounded, in the order of the formulas.",
         "",
     ]
-    for steps, users in _directions(contracts).items():
-        lines += [f"## {'; '.join(users)}", "", *_steps(steps), ""]
-        role, usage = users[0].split(", ")
-        by_rows = usage == "rowwise"
-        lines += [*_example(contracts[role], steps, "rowwise" if by_rows else "columnwise"), ""]
+    users_of: dict[Steps, list[tuple[str, Usage]]] = {}
+    for role, contract in contracts.items():
+        for usage in USAGES:
+            if isinstance(getattr(contract, usage), Direction):
+                users_of.setdefault(steps_of(contract, usage), []).append((role, usage))
+    for steps, users in users_of.items():
+        role, usage = users[0]
+        lines += [f"## {'; '.join(', '.join(user) for user in users)}", "", *_steps(steps), ""]
+        lines += [*_example(contracts[role], steps, usage), ""]
     citations = ", ".join(f"{role} `{each.citation(name)}`" for role, each in contracts.items())
     lines += [f"Cite the contracts as: {citations}."]
     return "\n".join(lines) + "\n"
-
-
-def _directions(contracts: Mapping[str, Contract]) -> dict[Steps, list[str]]:
-    """The steps of all stated usages, each once, with the roles and usages that have them."""
-    found: dict[Steps, list[str]] = {}
-    for role, contract in contracts.items():
-        for usage in _USAGES:
-            if isinstance(getattr(contract, usage), Direction):
-                found.setdefault(steps_of(contract, usage), []).append(f"{role}, {usage}")
-    return found
 
 
 def _steps(steps: Steps) -> Iterator[str]:
@@ -77,67 +75,65 @@ def _steps(steps: Steps) -> Iterator[str]:
             if (step, field) == ("scale", "rule"):
                 says = RULES[value]
             yield f"| {step} | {field} | `{value}` | {says.replace('|', chr(92) + '|')} |"
-    sources = {_SOURCES[word] for word in _words(steps) if word in _SOURCES}
-    yield ""
-    yield f"Sources: {'; '.join(sorted(sources))}."
-
-
-def _words(steps: Steps) -> Iterator[str]:
-    yield from (steps.element.format, steps.scale.format)
+    words: list[str] = [steps.element.format, steps.scale.format]
     if steps.random is not None:
-        yield steps.random.generator
+        words.append(steps.random.generator)
+    yield ""
+    yield f"Sources: {'; '.join(sorted({_SOURCES[word] for word in words if word in _SOURCES}))}."
 
 
 def _example(contract: Contract, steps: Steps, usage: Usage) -> Iterator[str]:
     """One block by hand, and what becomes of special numbers."""
-    values = [rounded(number) for number in (1.0, -2.5, 0.3, 5.75)]
-    stored = _quantized(contract, usage, values)
-    yield (
-        "One block by hand:"
-        if steps.transform is None
-        else ("One block by hand. The elements are those of the transformed values:")
-    )
+    made = _quantized(contract, usage, _VALUES)
+    codes = made.chosen.codes.flatten().tolist()
+    is_transformed = steps.transform is not None
+    more = " The elements are those of the transformed values:" if is_transformed else ""
+    yield f"One block by hand.{more}" if more else "One block by hand:"
     yield ""
     yield "| value | element | stands for |"
     yield "|---|---|---|"
-    codes = _codes(steps, stored)
-    decoded = scalar.decode(contract, usage, stored)
-    flat = [number for row in decoded for number in row]
-    for value, code, number in zip(values, codes, flat, strict=False):
+    for value, code, number in zip(_VALUES, codes, _decoded(made).tolist(), strict=False):
         yield f"| {value:g} | `0x{code:02x}` | {number:.6g} |"
     yield ""
-    yield f"Its stored scale is `{_scale(steps, stored.scales[0][0])}`{_level(stored)}."
+    level = ""
+    if steps.second_level is not None:
+        level = f", and the amax of the second level is `{made.level_amax.item():.9g}`"
+    yield f"Its stored scale is `{_scale(made)}`{level}."
     yield ""
     yield "| in a block with 1 | element | stored scale |"
     yield "|---|---|---|"
     for name, number in _SPECIAL.items():
-        stored = _quantized(contract, usage, [number, 1.0])
-        code = _codes(steps, stored)[0]
-        yield f"| {name} | `0x{code:02x}` | `{_scale(steps, stored.scales[0][0])}` |"
+        made = _quantized(contract, usage, (number, 1.0))
+        code = int(made.chosen.codes.flatten()[0])
+        yield f"| {name} | `0x{code:02x}` | `{_scale(made)}` |"
 
 
-def _codes(steps: Steps, stored: scalar.Bytes) -> list[int]:
-    """The codes of the held matrix, row by row."""
-    rows = [scalar.unpacked(steps.storage, steps.element.bits, row) for row in stored.data]
-    return [code for row in rows for code in row[: stored.shape[1]]]
-
-
-def _quantized(contract: Contract, usage: Usage, values: list[float]) -> scalar.Bytes:
+def _quantized(contract: Contract, usage: Usage, values: tuple[float, ...]) -> Interpretation:
     """One block, which lies along the summed dimension."""
-    rows = [values] if usage == "rowwise" else [[value] for value in values]
-    return scalar.quantize(contract, usage, rows, dtype="float32", seed=_SEED, scale=_SCALE)
+    x = torch.tensor([values])
+    x = x if usage == "rowwise" else x.t()
+    return Interpretation(contract, usage, x, seed=_SEED, scale=_SCALE)
 
 
-def _scale(steps: Steps, stored: float) -> str:
-    if steps.scale.format == "float32":
-        return f"{stored:.9g}"
-    says = f"2^{int(stored) - 127}"
-    if steps.scale.format != "E8M0":
-        says = f"{format_of(steps.scale.format).number(int(stored)):g}"
+def _decoded(made: Interpretation) -> Tensor:
+    """What the elements of one block stand for."""
+    numbers = numbers_of_codes(made.steps.element.format)[made.chosen.codes.flatten()]
+    numbers = numbers * numbers_of_scales(_stored(made), made.steps.scale.format)
+    if made.steps.second_level is None:
+        return numbers
+    return numbers * (made.level_amax / made.top).reshape(())
+
+
+def _stored(made: Interpretation) -> Tensor:
+    """The stored scale of one block."""
+    return made.parts["scales"].reshape(-1)[0]
+
+
+def _scale(made: Interpretation) -> str:
+    stored, name = _stored(made), made.steps.scale.format
+    if name == "float32":
+        return f"{stored.item():.9g}"
+    says = f"{numbers_of_scales(stored, name).item():g}"
+    if name == "E8M0":
+        says = f"2^{int(stored) - 127}"
     return f"0x{int(stored):02x} ({says})"
-
-
-def _level(stored: scalar.Bytes) -> str:
-    if stored.amax is None:
-        return ""
-    return f", and the amax of the second level is `{stored.amax[0][0]:.9g}`"

@@ -11,12 +11,12 @@ from ottava.errors import DTypeError, UsageError, text_of
 from ottava.gemm import Operand
 from ottava.kernels import fixed_seed
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_verify.arrays import middles_of
+from ottava_verify.contracts import Named
+from ottava_verify.formats import middles
 from ottava_verify.inputs import DTYPES, inputs_of, outliers
-from ottava_verify.matching import Case, Named
-from ottava_verify.reading import stored_tensors
-from ottava_verify.steps import Steps, Usage, steps_of
-from ottava_verify.stored import Stored
+from ottava_verify.search import Case
+from ottava_verify.steps import Steps, Usage, takes_scale
+from ottava_verify.stored import INVERSE, Stored, of_parts, stored_tensors
 from ottava_verify.vectors import SCALE, SEED
 
 Tensor = torch.Tensor
@@ -31,9 +31,9 @@ _LEVELS: Mapping[str, tuple[str, ...]] = {
     "amax": ("amax",),
     "global_amax": ("amax",),
     "global_scale": (),
-    "per_tensor_scale": ("amax/whole", "1/(whole/amax)"),
-    "weight_scale_2": ("amax/whole", "1/(whole/amax)"),
-    "global_scale_inv": ("amax/whole", "1/(whole/amax)"),
+    "per_tensor_scale": INVERSE,
+    "weight_scale_2": INVERSE,
+    "global_scale_inv": INVERSE,
     "weight_global_scale": ("whole/amax",),
 }
 
@@ -51,7 +51,7 @@ _LEAST, _LARGEST = 2.0**-20, 2.0**20
 class Input:
     """A matrix that a function is called with, and the scale or the seed that it gets besides.
 
-    ``is_usual`` as of :class:`~ottava_verify.matching.Case`.
+    ``is_usual`` as of :class:`~ottava_verify.search.Case`.
     """
 
     name: str
@@ -69,16 +69,16 @@ class Input:
 def golden_inputs(named: Named) -> Iterator[Input]:
     """The inputs of golden vectors for a contract, and usual ones of whole blocks: most functions
     do something of their own with NaN and infinities, which would hide everything else."""
-    golden = inputs_of([steps_of(named.contract, named.usage)])
+    steps = named.steps
+    golden = inputs_of([steps])
     for name, dtype in DTYPES.items():
         yield Input(f"usual/{name}", _usual(outliers(128, 256, seed=4, dtype=dtype)))
     yield Input("usual/every", _usual(golden["bfloat16/every"]))
-    if None in named.choices.amax.block:
+    if None in steps.amax.block:
         # A matrix has few scales then, and one of them alone tells little.
         x = outliers(128, 128, seed=5)
         for i in range(_SCALED):
             yield Input(f"usual/scaled_{i}", _usual(x * (1 + i / _SCALED)))
-    steps = named.choices
     if steps.second_level is not None:
         for factor in _FACTORS:
             yield Input(f"usual/scales_times_{factor}", _usual(_ties_of_scales(steps, factor)))
@@ -94,9 +94,9 @@ def _ties_of_scales(steps: Steps, factor: float) -> Tensor:
     """Blocks whose scales in a byte are nearly halfway between two numbers, by their amaxes."""
     level = steps.second_level
     assert level is not None
-    middles = middles_of(steps.scale.format) * level.maximum
+    ties = middles(steps.scale.format) * level.maximum
     zero, more = torch.zeros(()), torch.full((), math.inf)
-    near = [torch.nextafter(middles, zero), middles, torch.nextafter(middles, more)]
+    near = [torch.nextafter(ties, zero), ties, torch.nextafter(ties, more)]
     amaxes = torch.stack(near).flatten().repeat(6)[:2048].view(128, 16, 1)
     shares = torch.linspace(1.0, 0.1, 16)
     # The first block has the amax of the whole, for which the scale of the second level is 1.
@@ -134,13 +134,13 @@ def _called(function: Callable[..., Any], item: Input, named: Named, *, as_numpy
     Raises:
         UsageError: a quantizer is to take a scale from outside, which is a part of it.
     """
-    takes_scale = named.choices.scale.rule in ("given", "given-fitting")
+    needs_scale = takes_scale(named.steps)
     x = _argument(item.x, as_numpy)
     if not isinstance(function, Quantizer):
-        scale = [item.scale] if takes_scale else []
-        seed = [item.seed] if named.choices.random is not None else []
+        scale = [item.scale] if needs_scale else []
+        seed = [item.seed] if named.steps.random is not None else []
         return function(x, *scale, *seed)
-    if takes_scale:
+    if needs_scale:
         raise UsageError(
             f"a {type(function).__name__} has a scale of its own",
             expected="a function of the matrix and the scale",
@@ -164,8 +164,7 @@ def read(result: Any, usage: Usage) -> Stored:
         DTypeError: it is none of the forms that are read.
     """
     if isinstance(result, QuantizedTensorStorage | Operand):
-        parts = stored_tensors(result, usage)
-        return Stored.of(parts["data"], parts["scales"], parts.get("amax"), ("amax",))
+        return of_parts(stored_tensors(result, usage))
     if isinstance(result, Mapping):
         return _of_mapping(result)
     if isinstance(result, tuple | list) and len(result) in (2, 3):

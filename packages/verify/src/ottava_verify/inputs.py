@@ -6,12 +6,12 @@ integers. Nothing here rounds: each input is made of integers and powers of two,
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from ottava_verify.numbers import format_of
+from ottava_verify.formats import magnitudes
 from ottava_verify.steps import Steps
 
 _MASK = (1 << 64) - 1
@@ -98,6 +98,13 @@ def outliers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.floa
     A number is the sum of four uniform ones of 16 bits, and so nearly normal. Of the columns, one
     in 16 is 32 times as large, and of all numbers one in 256 is 64 times as large.
     """
+    # The sums have 18 bits: each rounds once to the narrower dtypes.
+    return _outliers(rows, columns, seed).view(rows, columns).to(dtype, copy=True)
+
+
+@cache
+def _outliers(rows: int, columns: int, seed: int) -> Tensor:
+    """The numbers in float64, row by row."""
     numbers = []
     for place, word in enumerate(splitmix64(seed, rows * columns)):
         sixteen = [word >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
@@ -105,8 +112,7 @@ def outliers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.floa
         if place % columns % 16 == 5:
             number *= 32
         numbers.append(number * 64 if word * 0x2545F491 >> 20 & 0xFF == 0 else number)
-    # The sums have 18 bits: each rounds once to the narrower dtypes.
-    return torch.tensor(numbers, dtype=torch.float64).view(rows, columns).to(dtype)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def ties(steps: Steps) -> Tensor:
@@ -116,9 +122,9 @@ def ties(steps: Steps) -> Tensor:
     the rule allows it. With a second level the first row has the number for which ``S`` is 1.
     """
     element = steps.element
-    magnitudes = [each for each in format_of(element.format).magnitudes if each <= element.maximum]
-    middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
-    halfway = torch.tensor(middles)
+    finite = magnitudes(element.format)
+    finite = finite[finite <= element.maximum]
+    halfway = (finite[:-1] + finite[1:]) / 2
     zero, more = torch.zeros(()), torch.full((), math.inf)
     numbers = [halfway, torch.nextafter(halfway, zero), torch.nextafter(halfway, more)]
     values = torch.stack(numbers, 1).flatten()

@@ -2,7 +2,9 @@
 
 import re
 
-from ottava_debug.output import FileKind, rendered
+import jinja2
+
+from ottava.cli.files import FileKind
 from ottava_verify.report import Report
 from ottava_verify.terminal import of_finding, share
 
@@ -13,4 +15,12 @@ JSON = FileKind("JSON report of `ottava verify`", re.compile(rb'\{\s*"subject":\
 
 def page(report: Report) -> str:
     """The page; every text in it is escaped."""
-    return rendered(__package__, report=report, of_finding=of_finding, share=share)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    template = environment.get_template("page.html")
+    return template.render(report=report, of_finding=of_finding, share=share)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ottava_verify.matching import Agreement
+from ottava_verify.search import Agreement
 
 Status = Literal["equal", "departs", "not compared"]
 #: Exit statuses of the command.

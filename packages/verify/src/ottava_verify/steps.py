@@ -1,8 +1,10 @@
-"""What both interpreters of a contract read of it: its steps, all stated, and its grids."""
+"""What an interpretation reads of a contract: its steps, all stated, and grids of blocks."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ottava.contract import (
     Amax,
@@ -20,7 +22,10 @@ from ottava.contract import (
 from ottava.errors import OptionError
 
 Usage = Literal["rowwise", "columnwise"]
-Place = tuple[int, int]
+USAGES: tuple[Usage, Usage] = ("rowwise", "columnwise")
+Size = tuple[int, int]
+#: Rows and columns of a block; None for all.
+Sides = tuple[int | None, int | None]
 
 
 class Steps(NamedTuple):
@@ -67,8 +72,13 @@ def check_given(steps: Steps, seed: int | None, scale: float | None) -> None:
     """
     if steps.random is not None and seed is None:
         raise OptionError("seed is None", expected="the seed of the random words")
-    if steps.scale.rule.startswith("given") and scale is None:
+    if takes_scale(steps) and scale is None:
         raise OptionError("scale is None", expected="the scale, which comes from outside")
+
+
+def takes_scale(steps: Steps) -> bool:
+    """Whether the scale comes from outside."""
+    return steps.scale.rule.startswith("given")
 
 
 def _unstated(name: str, word: str) -> OptionError:
@@ -89,38 +99,52 @@ class Grid:
         shape: rows and columns of the matrix.
     """
 
-    block: tuple[int | None, int | None]
-    shape: tuple[int, int]
+    block: Sides
+    shape: Size
 
     @property
-    def counts(self) -> Place:
+    def counts(self) -> Size:
         """How many blocks a column and a row of the matrix have."""
-        sides = zip(self.shape, self.block, strict=True)
-        return cast(Place, tuple(1 if side is None else -(-size // side) for size, side in sides))
+        down, across = (
+            1 if side is None else -(-size // side)
+            for size, side in zip(self.shape, self.block, strict=True)
+        )
+        return down, across
 
-    def place(self, row: int, column: int) -> Place:
-        """The block of an element."""
-        sides = zip((row, column), self.block, strict=True)
-        return cast(Place, tuple(0 if side is None else index // side for index, side in sides))
+    def blocks_of(self, places: Tensor, dim: int) -> Tensor:
+        """The blocks of rows (``dim`` 0) or columns (1), by their places."""
+        side = self.block[dim]
+        return places // side if side is not None else torch.zeros_like(places)
 
-    def spans(self, place: Place) -> tuple[range, range]:
-        """The rows and columns of a block."""
-        spans = []
-        for index, size, side in zip(place, self.shape, self.block, strict=True):
-            length = size if side is None else side
-            spans.append(range(index * length, min(index * length + length, size)))
-        return spans[0], spans[1]
+    def spread(self, numbers: Tensor) -> Tensor:
+        """The number of each element's block."""
+        rows, columns = (self.blocks_of(torch.arange(self.shape[dim]), dim) for dim in (0, 1))
+        return numbers[rows][:, columns]
 
-    def place_of_first(self, spans: tuple[range, range]) -> Place:
-        """The block of the first element of some rows and columns."""
-        return self.place(spans[0].start, spans[1].start)
+    def on(self, blocks: "Grid", numbers: Tensor) -> Tensor:
+        """The number of each block of another grid, which is that of its first element."""
+        rows, columns = (
+            self.blocks_of(torch.arange(blocks.counts[dim]) * (blocks.block[dim] or 0), dim)
+            for dim in (0, 1)
+        )
+        return numbers[rows][:, columns]
 
-    def places(self) -> Iterator[Place]:
-        """All blocks, row by row."""
+    def in_blocks(self, numbers: Tensor) -> Tensor:
+        """Numbers >= 0 as ``[blocks down, rows, blocks across, columns]``, with zeros at ragged
+        edges."""
+        height, width = (
+            side or max(size, 1) for side, size in zip(self.block, self.shape, strict=True)
+        )
         down, across = self.counts
-        return ((row, column) for row in range(down) for column in range(across))
+        missing = [0, across * width - self.shape[1], 0, down * height - self.shape[0]]
+        padded = torch.nn.functional.pad(numbers, missing)
+        return padded.reshape(down, height, across, width)
 
-    def matrix(self, number: Callable[[Place], float]) -> list[list[float]]:
-        """A number for each block."""
-        down, across = self.counts
-        return [[number((row, column)) for column in range(across)] for row in range(down)]
+    def largest(self, numbers: Tensor) -> Tensor:
+        """The largest of the numbers of each block, which are >= 0; 0 for an empty one."""
+        blocks = self.in_blocks(numbers)
+        return blocks.amax((1, 3)) if blocks.numel() else torch.zeros(self.counts)
+
+    def transposed(self) -> "Grid":
+        """The grid of the transpose."""
+        return Grid(self.block[::-1], self.shape[::-1])

@@ -1,21 +1,20 @@
 """What an implementation stored of a matrix: tensors whose dtypes say nothing but bytes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ottava.errors import DTypeError
-from ottava_verify.arrays import Level
-from ottava_verify.numbers import format_of
-from ottava_verify.steps import Grid, Steps
+from ottava.errors import DTypeError, UsageError
+from ottava.gemm import Operand, side_of
+from ottava.tensors import QuantizedTensorStorage
+from ottava_verify.interpretation import Interpretation, Levels
+from ottava_verify.steps import Grid, Size, Steps, Usage
 
-Tensor = torch.Tensor
-Size = tuple[int, int]
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
 _CODES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -50,8 +49,7 @@ class Stored:
                 level is no number.
         """
         data, scales = data.detach().cpu(), scales.detach().cpu()
-        packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
-        if data.dtype not in (*_BYTES, packed):
+        if data.dtype not in _BYTES:
             raise DTypeError(
                 f"data are {data.dtype}", expected="bytes: uint8, int8, or a dtype of eight bits"
             )
@@ -69,20 +67,68 @@ class Stored:
         number = None if level is None else level.detach().cpu().float()
         return Stored(bits, scales, number, level_is)
 
-    def matrix(self) -> "Stored":
-        """With data as a matrix."""
+    def matrix(self) -> Tensor:
+        """The data as a matrix."""
         width = self.data.shape[-1] if self.data.dim() else 1
-        rows = math.prod(self.data.shape[:-1])
-        return replace(self, data=self.data.reshape(rows, width))
+        return self.data.reshape(math.prod(self.data.shape[:-1]), width)
 
 
-#: What a second level may be stored as: of the level, and of bound times the largest element.
-LEVELS: dict[str, Callable[[Level, Tensor], Tensor | None]] = {
-    "amax": lambda level, whole: level.amax,
-    "whole/amax": lambda level, whole: level.scale,
-    "amax/whole": lambda level, whole: None if level.amax is None else level.amax / whole,
-    "1/(whole/amax)": lambda level, whole: level.inverse,
+def stored_tensors(
+    result: Tensor | QuantizedTensorStorage | Operand, usage: Usage
+) -> dict[str, Tensor]:
+    """What a quantizer stored of a usage: ``data`` are uint8; ``scales`` are float32, or codes in
+    uint8; ``amax`` are those of the second level, as a vector.
+
+    Raises:
+        UsageError: the usage is not held, or its elements and scales are on no grid.
+    """
+    side = side_of(result, usage == "columnwise")
+    if side is None:
+        raise UsageError(
+            f"a {type(result).__name__} says nothing of its {usage} data",
+            expected="a quantized tensor of elements and scales on a grid",
+        )
+    parts = {"data": side.values}
+    if side.scales is not None:
+        parts["scales"] = side.scales
+    if side.amax is not None:
+        parts["amax"] = side.amax.reshape(-1)
+    return {name: part.detach() for name, part in parts.items()}
+
+
+def of_parts(parts: Mapping[str, Tensor]) -> Stored:
+    """What Ottava stored, from :func:`stored_tensors`."""
+    return Stored.of(parts["data"], parts["scales"], parts.get("amax"), ("amax",))
+
+
+# Second levels.
+
+#: What a second level may be stored as.
+LEVELS: dict[str, Callable[[Interpretation], Tensor]] = {
+    "amax": lambda made: made.level_amax,
+    "whole/amax": lambda made: made.level_scale,
+    "amax/whole": lambda made: made.level_amax / made.top,
+    "1/(whole/amax)": lambda made: made.level_inverse,
 }
+#: What is multiplied to decode: with float32 as a quotient, or as the inverse of one.
+INVERSE = ("amax/whole", "1/(whole/amax)")
+
+
+def levels_of(stored: Stored, made: Interpretation) -> Levels | None:
+    """The second level that was stored; None if there is none of this size."""
+    if stored.level is None or stored.level.numel() != math.prod(made.level_grid.counts):
+        return None
+    number = stored.level.reshape(made.level_grid.counts)
+    form = stored.level_is[0] if stored.level_is else "amax"
+    if form == "amax":
+        scale = (made.top / number).clamp(max=torch.finfo().max)
+        return Levels(number, scale, made.one / scale)
+    if form == "whole/amax":
+        return Levels(made.top / number, number, made.one / number)
+    return Levels(number * made.top, made.one / number, number)
+
+
+# Shapes.
 
 
 class Shapes(NamedTuple):
@@ -109,33 +155,10 @@ def shapes_of(choices: Steps, usage: str, shape: Size) -> Shapes:
 
 def fitted(stored: Stored, shapes: Shapes) -> Stored | None:
     """Stored tensors as matrices of these shapes; None where they have others."""
-    data = stored.matrix().data
-    scales = stored.scales
+    data, scales = stored.matrix(), stored.scales
     if tuple(data.shape) != shapes.data or scales.numel() != math.prod(shapes.scales):
         return None
-    kept = [size for size in scales.shape if size != 1]
-    if kept != [size for size in shapes.scales if size != 1] and scales.dim() > 1:
+    sides = [size for size in scales.shape if size != 1]
+    if scales.dim() > 1 and sides != [size for size in shapes.scales if size != 1]:
         return None
     return replace(stored, data=data, scales=scales.reshape(shapes.scales))
-
-
-def power_of_two(exponents: Tensor) -> Tensor:
-    """float32 powers of two; NaN for 128, the exponent of the code 255."""
-    powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents).float()
-    return powers.masked_fill(exponents == 128, math.nan)
-
-
-@cache
-def numbers_of(name: str) -> Tensor:
-    """The number of each code of a format, float64."""
-    fmt = format_of(name)
-    return torch.tensor([fmt.number(code) for code in range(1 << fmt.bits)], dtype=torch.float64)
-
-
-def spread(numbers: Tensor, grid: Grid) -> Tensor:
-    """The number of each element's block."""
-    for dim, (side, size) in enumerate(zip(grid.block, grid.shape, strict=True)):
-        numbers = numbers.index_select(
-            dim, torch.arange(size) // (size or 1 if side is None else side)
-        )
-    return numbers

@@ -6,10 +6,9 @@ from operator import add
 
 from rich.table import Table
 
-from ottava.cli.output import table
-from ottava_integrations.command import grouped
-from ottava_verify.matching import Agreement
+from ottava.cli.output import grouped, table
 from ottava_verify.report import Example, Finding, Report
+from ottava_verify.search import Agreement
 
 # More names and causes than these are in the other outputs.
 _MOST_NAMES, _MOST_CAUSES = 3, 4

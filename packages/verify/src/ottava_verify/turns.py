@@ -1,30 +1,42 @@
 """The wrong turns that quantizers take, as data.
 
-A turn is one choice that somebody made in another way than a contract says. It changes fields of
-the contract, takes another way in steps of the interpreter, or looks at stored tensors in another
-way. Whether it explains given bytes is decided by computing them.
+A turn is one choice that somebody made in another way than a contract says. It edits fields of the
+contract, computes quantities of an interpretation in another way, or looks at stored tensors in
+another way. Whether it explains given bytes is decided by computing them.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ottava.contract import Transform
-from ottava_verify import ways
-from ottava_verify.arrays import Interpreter
-from ottava_verify.steps import Steps
+from ottava.formats import IntegerFormat
+from ottava_verify.formats import (
+    FLT_MAX,
+    below,
+    format_of,
+    magnitudes,
+    mantissa_bits,
+    middles,
+    nearest,
+)
+from ottava_verify.interpretation import Interpretation
+from ottava_verify.steps import Sides, Steps
 from ottava_verify.views import VIEWS, View
-from ottava_verify.ways import Way
 
-When = Callable[[Steps], bool]
-#: The turn that takes a second level as it was stored.
-OUTSIDE = "global-outside"
+#: Another way to compute a quantity, of an interpretation and of the way that the contract has.
+Usual = Callable[[], Tensor]
+Way = Callable[[Interpretation, Usual], Tensor]
+
+# Steps that a turn changes as a whole.
+_WHOLE = ("transform", "second_level", "candidates", "random")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Turn:
     """One wrong turn.
 
@@ -32,123 +44,87 @@ class Turn:
         name: a word for programs.
         step: what it changes. The turns of one explanation change different steps.
         says: a clause for people: how the bytes were made.
-        when: whether the contract of a direction has what it changes.
-        fields: fields of the contract, ``"scale.rule"``, with other values, or functions of the
-            direction that give them.
-        ways: methods of the interpreter, with what they do instead.
+        of: the contracts that have what it changes, by a word of :func:`words_of`; empty for all.
+        edits: fields and steps of the contract, ``"scale.rule"``, with other values, or with
+            functions of the steps that give them; and quantities of an
+            :class:`~ottava_verify.Interpretation`, with other ways to compute them.
         view: how stored tensors are looked at.
+        takes_stored: whether it takes what was stored for right, and so explains too much.
     """
 
     name: str
     step: str
     says: str
-    when: When = field(hash=False)
-    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    ways: Mapping[str, Way] = field(default_factory=dict, hash=False)
+    of: str = ""
+    edits: Mapping[str, Any] = field(default_factory=dict)
     view: View | None = None
+    takes_stored: bool = False
 
-    def changed(self, choices: Steps) -> Steps | None:
-        """The choices with other fields; None where the turn does not apply, or changes nothing."""
-        if not self.when(choices):
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The edits of the contract."""
+        return {path: value for path, value in self.edits.items() if "." in path or path in _WHOLE}
+
+    @cached_property
+    def ways(self) -> dict[str, Way]:
+        """The edits of quantities."""
+        return {name: way for name, way in self.edits.items() if name not in self.fields}
+
+    def edited(self, steps: Steps) -> Steps | None:
+        """The steps with other fields; None where the turn does not apply, or changes nothing."""
+        if self.of and self.of not in words_of(steps):
             return None
-        result = choices
+        result = steps
         for path, given in self.fields.items():
             step, _, name = path.partition(".")
-            value = given(choices) if callable(given) else given
+            value = given(steps) if callable(given) else given
             before = getattr(result, step)
             if name and before is None:
                 return None
-            result = result._replace(**{step: replace(before, **{name: value}) if name else value})
-        return None if self.fields and result == choices else result
+            if name:
+                value = replace(before, **{name: value})
+            result = result._replace(**{step: value})
+        changes_nothing = self.fields and not self.ways and result == steps
+        return None if changes_nothing else result
 
 
-def interpreter(turns: Sequence[Turn]) -> type[Interpreter]:
-    """The interpreter that takes the ways of some turns."""
-    taken: Any = Interpreter
+def interpreted(turns: tuple[Turn, ...]) -> type[Interpretation]:
+    """The interpretation that computes quantities as some turns do."""
+    result: Any = Interpretation
     for turn in turns:
         if turn.ways:
-            methods = {name: _method(taken, name, way) for name, way in turn.ways.items()}
-            taken = type("Turned", (taken,), methods)
-    result: type[Interpreter] = taken
-    return result
+            quantities = {name: _quantity(result, name, way) for name, way in turn.ways.items()}
+            result = type("Turned", (result,), quantities)
+    turned: type[Interpretation] = result
+    return turned
 
 
-def _method(base: type[Interpreter], name: str, way: Way) -> Way:
-    step = getattr(base, name)
-
-    def method(self: Interpreter, *arguments: Any) -> Any:
-        return way(self, functools.partial(step, self), *arguments)
-
-    return method
+def _quantity(base: type[Interpretation], name: str, way: Way) -> "cached_property[Tensor]":
+    by_contract = getattr(base, name).func
+    return cached_property(lambda made: way(made, lambda: by_contract(made)))
 
 
-def _edit(name: str, step: str, says: str, when: When, **fields: Any) -> Turn:
-    """A turn of fields, whose dots are written as two underscores."""
-    return Turn(name, step, says, when, {path.replace("__", "."): v for path, v in fields.items()})
+def words_of(steps: Steps) -> set[str]:
+    """What turns may need of a contract, in words."""
+    element, scale = steps.element.format, steps.scale
+    words = {element, scale.format, scale.rule.partition("-")[0]}
+    words.add("integer" if isinstance(format_of(element), IntegerFormat) else "float")
+    words.add("random" if steps.random is not None else "nearest even")
+    words.add("transform" if steps.transform is not None else f"untransformed {element}")
+    if scale.rule != "rounded":
+        words.add("unrounded")
+    if element in ("E4M3", "E5M2"):
+        words.add("FP8")
+    if steps.second_level is not None:
+        words.add("second level")
+    if None not in steps.amax.block:
+        words.add("blocks")
+    if element in ("E2M1", "E2M3", "E3M2", "E5M2"):
+        words.add("short of E4M3")
+    if element in ("E2M1", "E4M3"):
+        words.add("short of E5M2")
+    return words
 
-
-def _way(name: str, step: str, says: str, when: When, **taken: Way) -> Turn:
-    return Turn(name, step, says, when, ways=taken)
-
-
-# Conditions.
-
-
-def _always(choices: Steps) -> bool:
-    return True
-
-
-def _of_element(*names: str) -> When:
-    return lambda choices: choices.element.format in names
-
-
-def _float(choices: Steps) -> bool:
-    return choices.scale.format == "float32"
-
-
-def _divides(choices: Steps) -> bool:
-    return choices.scale.rule.startswith("quotient")
-
-
-def _e8m0(choices: Steps) -> bool:
-    return choices.scale.format == "E8M0"
-
-
-def _byte(choices: Steps) -> bool:
-    return choices.scale.rule == "rounded"
-
-
-def _levels(choices: Steps) -> bool:
-    return choices.second_level is not None
-
-
-def _packed(choices: Steps) -> bool:
-    return choices.storage.per_byte == 2
-
-
-def _plain(choices: Steps) -> bool:
-    return choices.transform is None and choices.element.format == "E2M1"
-
-
-def _random(choices: Steps) -> bool:
-    return choices.random is not None
-
-
-def _nearest(choices: Steps) -> bool:
-    return choices.random is None
-
-
-def _candidates(choices: Steps) -> bool:
-    return choices.candidates is not None
-
-
-def _blocks(choices: Steps) -> bool:
-    return None not in choices.amax.block
-
-
-_E4M3, _E5M2, _E2M1 = _of_element("E4M3"), _of_element("E5M2"), _of_element("E2M1")
-_FP8, _SIGNED = _of_element("E4M3", "E5M2"), _of_element("E4M3", "E5M2", "E2M1", "E2M3", "E3M2")
-_SHORT, _INTEGER = _of_element("E2M1", "E2M3", "E3M2", "E5M2"), _of_element("INT8", "INT4")
 
 # Other values of fields.
 
@@ -157,281 +133,411 @@ _RHT = Transform(
 )
 
 
-def _square(choices: Steps) -> tuple[int, int]:
-    size = max(side or 1 for side in choices.amax.block)
+def _square(steps: Steps) -> Sides:
+    size = max(side or 1 for side in steps.amax.block)
     return size, size
 
 
-def _turned(choices: Steps) -> tuple[int | None, int | None]:
-    rows, columns = choices.amax.block
-    return columns, rows
-
-
-def _long(size: int) -> Callable[[Steps], tuple[int | None, int | None]]:
+def _long(size: int) -> Callable[[Steps], Sides]:
     """Blocks of another length along the summed dimension."""
 
-    def block(choices: Steps) -> tuple[int | None, int | None]:
-        rows, columns = choices.amax.block
+    def block(steps: Steps) -> Sides:
+        rows, columns = steps.amax.block
         return (rows, size) if columns != 1 and rows is not None else (size, columns)
 
     return block
 
 
-def _other_half(choices: Steps) -> str:
-    return "low" if choices.storage.first == "high" else "high"
+def _block(block: object) -> dict[str, Any]:
+    return {"amax.block": block, "amax.area": None}
 
 
-def _other_matrix(choices: Steps) -> str:
-    return "tensor" if choices.storage.held == "transpose" else "transpose"
+# Other ways to compute quantities.
 
 
-def _one_more(choices: Steps) -> float:
-    return -(choices.element.maximum + 1)
+def _fixed(formula: Callable[[Any], Tensor]) -> Way:
+    """A formula that replaces that of the contract."""
+    return lambda made, usual: formula(made)
 
 
-# The table.
+def _in(dtype: torch.dtype) -> Way:
+    """The quantity, rounded to a dtype of 16 bits."""
+    return lambda made, usual: usual().to(dtype).float()
 
-_OF_TRANSFORMS = (
-    _edit("transform-unsigned", "transform", "the Hadamard transform has no signs", _always,
-          transform__signs="0x0"),
-    _way("transform-unscaled", "transform", "the Hadamard transform is not divided by the root of "
-         "its size", lambda choices: choices.transform is not None, factor=lambda *_: 1.0),
-    _edit("transform-none", "transform", "there is no Hadamard transform", _always, transform=None),
-    _edit("transform-added", "transform", "groups of 16 go through a Hadamard transform", _plain,
-          transform=_RHT),
-)  # fmt: skip
-_OF_AMAXES = (
-    _edit("amax-nan", "nan", "a NaN becomes the amax of its block", _always,
-          amax__nan="propagates"),
-    _way("amax-signed", "amax", "an amax is the largest value, not the largest magnitude", _always,
-         magnitudes=ways.largest_value),
-    _edit("area-none", "area", "each block has an amax of its own, not that of a square", _always,
-          amax__area=None),
-    _edit("area-square", "area", "the blocks of a square share an amax", _blocks,
-          amax__area=_square),
-    _edit("block-other-dimension", "block", "blocks lie along the other dimension", _always,
-          amax__block=_turned, amax__area=None),
-    _edit("block-tensor", "block", "the tensor has one scale", _always, amax__block=(None, None),
-          amax__area=None),
-    _edit("block-row", "block", "each row has one scale", _always, amax__block=(1, None),
-          amax__area=None),
-    _edit("block-column", "block", "each column has one scale", _always, amax__block=(None, 1),
-          amax__area=None),
-    _edit("block-tile", "block", "each tile of 128 x 128 has one scale", _always,
-          amax__block=(128, 128), amax__area=None),
-)  # fmt: skip
-_OF_LEVELS = (
-    _edit("global-256", "level", "the global scale is made with 256, not with 448", _always,
-          second_level__bound=256.0),
-    _edit("global-448", "level", "the global scale is made with 448, not with 256", _always,
-          second_level__bound=448.0),
-    _edit("global-none", "level", "there is no global scale", _always, second_level=None),
-    _edit("global-rows", "level", "each row has a global scale", _always,
-          second_level__over=(1, None)),
-    _edit("global-tensor", "level", "the tensor has one global scale, not each row", _always,
-          second_level__over=(None, None)),
-    _way("global-inverse", "level", "S_inv = amax / (bound * maximum), and S = 1 / S_inv", _levels,
-         second_level=ways.level_inverse_first),
-    _way("global-reciprocal", "level", "S = bound * maximum * (1 / amax), with a rounded "
-         "reciprocal", _levels, second_level=ways.level_reciprocal),
-    _way("global-inverted", "scale", "block scales are divided by the global scale, not multiplied",
-         _levels, exact_scales=ways.level_inverted),
-    _way("global-left-out", "undone", "elements are made without the global scale", _levels,
-         undone=ways.level_left_out),
-    _way("global-twice", "undone", "elements are multiplied by the global scale, not divided",
-         _levels, undone=ways.level_twice),
-)  # fmt: skip
-_OF_FLOAT_SCALES = (
-    _way("reciprocal", "scale", "scale = maximum * (1 / amax), with a rounded reciprocal", _divides,
-         quotients=ways.reciprocal),
-    _way("inverse-product", "scale", "scale_inv = amax * (1 / maximum), and scale = 1 / scale_inv",
-         _divides, quotients=ways.quotient_of_product, inverses=ways.inverse_product),
-    _way("inverse-quotient", "scale", "scale_inv = amax / maximum, and scale = 1 / scale_inv",
-         _divides, quotients=ways.quotient_of_inverse, inverses=ways.inverse_quotient),
-    _way("two-quotients", "scale", "scale_inv = amax / maximum, and scale = maximum / amax",
-         _divides, inverses=ways.inverse_quotient),
-    _way("quotient-product", "scale", "scale_inv = amax * (1 / maximum), and scale = maximum / "
-         "amax", _divides, inverses=ways.inverse_product),
-    _edit("power-of-two", "power", "scales are rounded down to powers of two", _divides,
-          scale__rule="quotient-floor"),
-    _edit("no-power-of-two", "power", "scales are not rounded to powers of two", _divides,
-          scale__rule="quotient"),
-    _way("power-of-two-up", "power", "scales are rounded up to powers of two", _divides,
-         float_scales=ways.power_up),
-    _way("power-of-two-nearest", "power", "scales are rounded to the nearest powers of two",
-         _divides, float_scales=ways.power_nearest),
-    _edit("infinite-source", "infinite", "an infinite scale becomes the largest number of the "
-          "input's dtype", _divides, scale__infinite="source"),
-    _edit("infinite-float32", "infinite", "an infinite scale becomes the largest float32", _divides,
-          scale__infinite="float32"),
-    _way("multiplier-stored", "stored", "stored scales multiply when quantizing, and are not "
-         "inverted", lambda choices: not _byte(choices), scales=ways.multiplier_stored),
-    _way("amax-stored", "stored", "amaxes are stored, not scales", _divides,
-         inverses=ways.amax_stored),
-)  # fmt: skip
-_OF_BYTE_SCALES = (
-    _edit("scale-up", "scale", "scales agree with `up`: the exponent of amax / maximum, rounded up",
-          _e8m0, scale__rule="up"),
-    _edit("scale-floor", "scale", "scales agree with `floor`: the exponent of amax less that of "
-          "the largest element", _e8m0, scale__rule="floor"),
-    _edit("scale-even", "scale", "scales agree with `even`: as floor, of a rounded amax", _e8m0,
-          scale__rule="even"),
-    _edit("scale-nearest", "scale", "scales agree with `nearest`: the nearest power of two", _e8m0,
-          scale__rule="nearest"),
-    _way("scale-even-e2m1", "scale", "scales agree with `even` of E2M1: a quarter is added to the "
-         "mantissa of amax", _e8m0, exponent_codes=ways.even_of_e2m1),
-    _way("bias-128", "stored", "codes of E8M0 have a bias of 128, not of 127", _e8m0,
-         scales=ways.shifted(1)),
-    _way("bias-126", "stored", "codes of E8M0 have a bias of 126, not of 127", _e8m0,
-         scales=ways.shifted(-1)),
-    _way("block-divided", "scale", "block scales are (amax / maximum) * S, not amax * (S * (1 / "
-         "maximum))", _byte, exact_scales=ways.divided_first),
-    _way("block-divided-inverse", "scale", "block scales are (amax / maximum) / S_inv, not amax * "
-         "(S * (1 / maximum))", _byte, exact_scales=ways.divided_by_inverse),
-    _way("block-divided-last", "scale", "block scales are (amax * S) / maximum, not amax * (S * (1 "
-         "/ maximum))", _byte, exact_scales=ways.divided_last),
-    _way("block-unrounded", "undone", "elements are made with block scales that are not rounded to "
-         "a byte", _byte, byte_scales=ways.exact_multiplier),
-    _way("block-truncated", "byte", "block scales are truncated to a byte", _byte,
-         scale_codes=ways.byte_below),
-    _way("block-up", "byte", "block scales are rounded up to a byte", _byte,
-         scale_codes=ways.byte_above),
-    _way("block-not-zero", "byte", "a block scale of 0 becomes the next one", _byte,
-         scale_codes=ways.byte_not_zero),
-)  # fmt: skip
-_OF_LIMITS = (
-    _edit("maximum-240", "maximum", "the largest E4M3 is 240, as with infinities, not 448", _E4M3,
-          scale__maximum=240.0, element__maximum=240.0, element__least=-240.0),
-    _edit("scale-240", "maximum", "scales are made with 240, not with 448", _E4M3,
-          scale__maximum=240.0),
-    _edit("scale-e5m2", "maximum", "scales are made with 57344, the largest E5M2", _E4M3,
-          scale__maximum=57344.0),
-    _edit("scale-e4m3", "maximum", "scales are made with 448, the largest E4M3", _E5M2,
-          scale__maximum=448.0),
-    _edit("scale-4", "maximum", "scales are made with 4, not with 6, the largest E2M1", _E2M1,
-          scale__maximum=4.0),
-    _way("overflow-nan", "overflow", "what is beyond the largest element becomes NaN", _FP8,
-         elements=ways.overflow(0x7F)),
-    _way("overflow-inf", "overflow", "what is beyond the largest element becomes infinite", _E5M2,
-         elements=ways.overflow(0x7C)),
-    _edit("integer-least", "overflow", "the least integer is used, too", _INTEGER,
-          element__least=_one_more),
-)  # fmt: skip
-_OF_CANDIDATES = (
-    _edit("candidates-mse", "candidates", "candidates are compared by squares, not by magnitudes",
-          _always, candidates__error="MSE"),
-    _edit("candidates-mae", "candidates", "candidates are compared by magnitudes, not by squares",
-          _always, candidates__error="MAE"),
-    _edit("candidates-none", "candidates", "there is no choice among scales", _always,
-          candidates=None),
-    _way("candidates-last", "equal candidates", "the last one of equal candidates is taken: <= for "
-         "<", _candidates, is_better=ways.last_of_equals),
-)  # fmt: skip
-_OF_ELEMENTS = (
-    _way("divided", "product", "values are divided by scale_inv, not multiplied by scale", _float,
-         multiplied=ways.divided),
-    _way("divided-by-both", "undone", "values are divided by scale * S_inv, not multiplied by the "
-         "inverse", _byte, undone=ways.not_inverted(torch.float32),
-         multiplied=ways.divided_by_multiplier),
-    _way("divided-by-quotient", "undone", "values are divided by scale / S, not multiplied by its "
-         "inverse", _byte, undone=ways.number_over_scale, multiplied=ways.divided_by_multiplier),
-    _way("multiplied-by-quotient", "undone", "values are multiplied by S / scale, not by 1 / "
-         "(scale * S_inv)", _byte, undone=ways.scale_over_number),
-    _way("truncated", "rounding", "elements are truncated, not rounded", _nearest,
-         places=ways.truncated),
-    _way("ties-away", "rounding", "ties go away from zero, not to the even element", _nearest,
-         places=ways.ties(True)),
-    _way("ties-to-zero", "rounding", "ties go towards zero, not to the even element", _nearest,
-         places=ways.ties(False)),
-    _edit("not-random", "rounding", "elements are rounded to nearest, not at random", _random,
-          random=None, element__rounding="nearest even"),
-    _way("via-e4m3", "twice", "scaled values are rounded to E4M3 first: two roundings", _SHORT,
-         elements=ways.via_format("E4M3")),
-    _way("via-e5m2", "twice", "scaled values are rounded to E5M2 first: two roundings",
-         _of_element("E2M1", "E4M3"), elements=ways.via_format("E5M2")),
-    _way("flushed", "subnormals", "subnormal elements become zero", _SIGNED, places=ways.flushed),
-    _edit("nan-zero", "nan code", "NaN becomes 0", _always, element__nan=0),
-    _edit("nan-largest", "nan code", "NaN becomes the largest element", _E4M3, element__nan=0x7E),
-    _edit("nan-quiet", "nan code", "NaN has the code 0x7E", _E5M2, element__nan=0x7E),
-    _way("nan-signed", "nan code", "NaN keeps its sign", _FP8, elements=ways.nan_signed),
-    _way("zero-unsigned", "zero", "zero has no sign", _SIGNED, signed=ways.zero_unsigned),
-)  # fmt: skip
-_OF_STORAGE = (
-    _edit("nibbles", "nibbles", "the halves of bytes are exchanged", _packed,
-          storage__first=_other_half),
-    _edit("held-other", "held", "data and scales are those of the transpose, or not of it", _always,
-          storage__held=_other_matrix),
-    _edit("one-in-a-byte", "nibbles", "each element has a byte of its own", _packed,
-          storage__per_byte=1),
-)  # fmt: skip
+
+def _finite(multiplier: Tensor) -> Tensor:
+    return multiplier.clamp(max=FLT_MAX)
+
+
+def _usable(formula: Callable[[Any], Tensor]) -> Way:
+    """A stored scale, where an amax has one."""
+
+    def way(made: Interpretation, usual: Usual) -> Tensor:
+        amax = made.raised
+        return torch.where(amax.isfinite() & (amax != 0), formula(made), usual())
+
+    return way
+
+
+def _power_up(made: Interpretation, usual: Usual) -> Tensor:
+    """The next power of two that is not smaller."""
+    mantissa, exponent = torch.frexp(usual().double())
+    return torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int()).float()
+
+
+def _multiplier_stored(made: Interpretation, usual: Usual) -> Tensor:
+    if made.steps.scale.format == "E8M0":
+        return (254 - made.code).clamp(min=0)
+    return made.multiplier
+
+
+def _even_of_e2m1(made: Interpretation, usual: Usual) -> Tensor:
+    largest = torch.frexp(made.maximum).exponent - 1
+    return ((made.raised.view(torch.int32) + (1 << 21)) >> 23) - largest
+
+
+def _byte_above(made: Interpretation, usual: Usual) -> Tensor:
+    name = made.steps.scale.format
+    places = below(made.limited, name)
+    return places + (magnitudes(name)[places] < made.limited)
+
+
+def _via(name: str) -> Way:
+    """Scaled values rounded to another format."""
+
+    def way(made: Interpretation, usual: Usual) -> Tensor:
+        scaled = usual()
+        numbers = magnitudes(name)[nearest(scaled.abs().nan_to_num(0.0), name)]
+        return torch.where(scaled.isnan(), scaled, numbers.copysign(scaled))
+
+    return way
+
+
+def _ties(away: bool) -> Way:
+    """Ties away from zero, or towards it."""
+
+    def way(made: Interpretation, usual: Usual) -> Tensor:
+        halfway = middles(made.steps.element.format)
+        return torch.bucketize(made.saturated.abs().contiguous(), halfway, right=away)
+
+    return way
+
+
+def _flushed(made: Interpretation, usual: Usual) -> Tensor:
+    places = usual()
+    return torch.where(places < 1 << mantissa_bits(made.steps.element.format), 0, places)
+
+
+def _overflow(code: int) -> Way:
+    """A code, with a sign, for what would be rounded beyond the largest element."""
+
+    def way(made: Interpretation, usual: Usual) -> Tensor:
+        numbers = magnitudes(made.steps.element.format)
+        limit = numbers[-1] + (numbers[-1] - numbers[-2]) / 2
+        # A tie goes to the even code, which is that of the largest element or the next one.
+        size = made.scaled.abs()
+        beyond = size > limit if len(numbers) % 2 else size >= limit
+        return torch.where(beyond, made.scaled.signbit().long() << 7 | code, usual())
+
+    return way
+
+
+def _nan_signed(made: Interpretation, usual: Usual) -> Tensor:
+    signed = made.scaled.signbit().long() << 7 | 0x7F
+    return torch.where(made.scaled.isnan(), signed, usual())
+
+
+# The table. In formulas, `q` is the interpretation whose quantities are read.
+
+_DIVIDED = {"product": _fixed(lambda q: q.values / q.areas.spread(q.multiplier))}
+_INVERSE_PRODUCT = _usable(lambda q: q.raised * (q.one / q.maximum))
+_INVERSE_QUOTIENT = _usable(lambda q: q.raised / q.maximum)
+_MAXIMUM_240 = {"scale.maximum": 240.0, "element.maximum": 240.0, "element.least": -240.0}
+
+# Rows are `name, says, of, edits`.
+_Row = tuple[str, str, str, Mapping[str, Any]]
+# fmt: off
+_ROWS: dict[str, list[_Row]] = {
+    "scale": [
+        ("scale-up", "scales agree with `up`: the exponent of amax / maximum, rounded up",
+         "E8M0", {"scale.rule": "up"}),
+        ("scale-floor", "scales agree with `floor`: the exponent of amax less that of the largest "
+         "element", "E8M0", {"scale.rule": "floor"}),
+        ("scale-even", "scales agree with `even`: as floor, of a rounded amax",
+         "E8M0", {"scale.rule": "even"}),
+        ("scale-nearest", "scales agree with `nearest`: the nearest power of two",
+         "E8M0", {"scale.rule": "nearest"}),
+        ("scale-even-e2m1", "scales agree with `even` of E2M1: a quarter is added to the mantissa "
+         "of amax", "E8M0", {"exponent": _even_of_e2m1}),
+        ("reciprocal", "scale = maximum * (1 / amax), with a rounded reciprocal",
+         "quotient", {"quotient": _fixed(lambda q: q.maximum * (q.one / q.raised))}),
+        ("inverse-product", "scale_inv = amax * (1 / maximum), and scale = 1 / scale_inv",
+         "quotient", {"quotient": _fixed(lambda q: q.one / (q.raised * (q.one / q.maximum))),
+         "inverse": _INVERSE_PRODUCT}),
+        ("inverse-quotient", "scale_inv = amax / maximum, and scale = 1 / scale_inv",
+         "quotient", {"quotient": _fixed(lambda q: q.one / (q.raised / q.maximum)),
+         "inverse": _INVERSE_QUOTIENT}),
+        ("two-quotients", "scale_inv = amax / maximum, and scale = maximum / amax",
+         "quotient", {"inverse": _INVERSE_QUOTIENT}),
+        ("quotient-product", "scale_inv = amax * (1 / maximum), and scale = maximum / amax",
+         "quotient", {"inverse": _INVERSE_PRODUCT}),
+        ("block-divided", "block scales are (amax / maximum) * S, not amax * (S * (1 / maximum))",
+         "rounded", {"exact": _fixed(lambda q: q.finite / q.maximum * q.S * q.factor)}),
+        ("block-divided-inverse", "block scales are (amax / maximum) / S_inv, not amax * (S * (1 / "
+         "maximum))",
+         "rounded", {"exact": _fixed(lambda q: q.finite / q.maximum / q.S_inv * q.factor)}),
+        ("block-divided-last", "block scales are (amax * S) / maximum, not amax * (S * (1 / "
+         "maximum))",
+         "rounded", {"exact": _fixed(lambda q: q.finite * q.S / q.maximum * q.factor)}),
+        ("global-inverted", "block scales are divided by the global scale, not multiplied",
+         "second level", {"S": _fixed(lambda q: q.S_inv)}),
+    ],
+    "power": [
+        ("power-of-two", "scales are rounded down to powers of two",
+         "quotient", {"scale.rule": "quotient-floor"}),
+        ("no-power-of-two", "scales are not rounded to powers of two",
+         "quotient", {"scale.rule": "quotient"}),
+        ("power-of-two-up", "scales are rounded up to powers of two",
+         "quotient", {"scale.rule": "quotient", "scale": _power_up}),
+        ("power-of-two-nearest", "scales are rounded to the nearest powers of two",
+         "quotient", {"scale.rule": "quotient",
+         "scale": lambda q, scale: torch.exp2(torch.log2(scale()).round())}),
+    ],
+    "infinite": [
+        ("infinite-source", "an infinite scale becomes the largest number of the input's dtype",
+         "quotient", {"scale.infinite": "source"}),
+        ("infinite-float32", "an infinite scale becomes the largest float32",
+         "quotient", {"scale.infinite": "float32"}),
+    ],
+    "stored": [
+        ("bias-128", "codes of E8M0 have a bias of 128, not of 127",
+         "E8M0", {"stored": lambda q, codes: (codes() + 1).clamp(0, 255)}),
+        ("bias-126", "codes of E8M0 have a bias of 126, not of 127",
+         "E8M0", {"stored": lambda q, codes: (codes() - 1).clamp(0, 255)}),
+        ("multiplier-stored", "stored scales multiply when quantizing, and are not inverted",
+         "unrounded", {"stored": _multiplier_stored}),
+        ("amax-stored", "amaxes are stored, not scales",
+         "quotient", {"inverse": _fixed(lambda q: q.raised)}),
+    ],
+    "byte": [
+        ("block-truncated", "block scales are truncated to a byte",
+         "rounded", {"byte": _fixed(lambda q: below(q.limited, q.steps.scale.format))}),
+        ("block-up", "block scales are rounded up to a byte", "rounded", {"byte": _byte_above}),
+        ("block-not-zero", "a block scale of 0 becomes the next one",
+         "rounded", {"byte": lambda q, codes: codes().clamp(min=1)}),
+    ],
+    "maximum": [
+        ("maximum-240", "the largest E4M3 is 240, as with infinities, not 448",
+         "E4M3", _MAXIMUM_240),
+        ("scale-240", "scales are made with 240, not with 448", "E4M3", {"scale.maximum": 240.0}),
+        ("scale-e5m2", "scales are made with 57344, the largest E5M2",
+         "E4M3", {"scale.maximum": 57344.0}),
+        ("scale-e4m3", "scales are made with 448, the largest E4M3",
+         "E5M2", {"scale.maximum": 448.0}),
+        ("scale-4", "scales are made with 4, not with 6, the largest E2M1",
+         "E2M1", {"scale.maximum": 4.0}),
+    ],
+    "overflow": [
+        ("integer-least", "the least integer is used, too",
+         "integer", {"element.least": lambda steps: -(steps.element.maximum + 1)}),
+        ("overflow-nan", "what is beyond the largest element becomes NaN",
+         "FP8", {"codes": _overflow(0x7F)}),
+        ("overflow-inf", "what is beyond the largest element becomes infinite",
+         "E5M2", {"codes": _overflow(0x7C)}),
+    ],
+    "product": [
+        ("divided", "values are divided by scale_inv, not multiplied by scale",
+         "float32", {"product": _fixed(lambda q: q.values / q.areas.spread(q.number))}),
+    ],
+    "undone": [
+        ("block-unrounded", "elements are made with block scales that are not rounded to a byte",
+         "rounded", {"multiplier": _fixed(lambda q: _finite(q.one / (q.limited * q.S_inv)))}),
+        ("global-left-out", "elements are made without the global scale",
+         "second level", {"multiplier": _fixed(lambda q: _finite(q.one / q.number))}),
+        ("global-twice", "elements are multiplied by the global scale, not divided",
+         "second level", {"multiplier": _fixed(lambda q: _finite(q.one / (q.number * q.S)))}),
+        ("divided-by-both", "values are divided by scale * S_inv, not multiplied by the inverse",
+         "rounded", {"multiplier": _fixed(lambda q: q.number * q.S_inv), **_DIVIDED}),
+        ("divided-by-quotient", "values are divided by scale / S, not multiplied by its inverse",
+         "rounded", {"multiplier": _fixed(lambda q: q.number / q.S), **_DIVIDED}),
+        ("multiplied-by-quotient", "values are multiplied by S / scale, not by 1 / (scale * S_inv)",
+         "rounded", {"multiplier": _fixed(lambda q: _finite(q.S / q.number))}),
+    ],
+    "rounding": [
+        ("not-random", "elements are rounded to nearest, not at random",
+         "random", {"random": None, "element.rounding": "nearest even"}),
+        ("truncated", "elements are truncated, not rounded", "nearest even",
+         {"places": _fixed(lambda q: below(q.saturated.abs(), q.steps.element.format))}),
+        ("ties-away", "ties go away from zero, not to the even element",
+         "nearest even", {"places": _ties(True)}),
+        ("ties-to-zero", "ties go towards zero, not to the even element",
+         "nearest even", {"places": _ties(False)}),
+    ],
+    "twice": [
+        ("via-e4m3", "scaled values are rounded to E4M3 first: two roundings",
+         "short of E4M3", {"scaled": _via("E4M3")}),
+        ("via-e5m2", "scaled values are rounded to E5M2 first: two roundings",
+         "short of E5M2", {"scaled": _via("E5M2")}),
+    ],
+    "subnormals": [
+        ("flushed", "subnormal elements become zero", "float", {"places": _flushed}),
+    ],
+    "nan code": [
+        ("nan-zero", "NaN becomes 0", "", {"element.nan": 0}),
+        ("nan-largest", "NaN becomes the largest element", "E4M3", {"element.nan": 0x7E}),
+        ("nan-quiet", "NaN has the code 0x7E", "E5M2", {"element.nan": 0x7E}),
+        ("nan-signed", "NaN keeps its sign", "FP8", {"codes": _nan_signed}),
+    ],
+    "zero": [
+        ("zero-unsigned", "zero has no sign", "float", {"element.zero": "unsigned"}),
+    ],
+    "level": [
+        ("global-256", "the global scale is made with 256, not with 448",
+         "", {"second_level.bound": 256.0}),
+        ("global-448", "the global scale is made with 448, not with 256",
+         "", {"second_level.bound": 448.0}),
+        ("global-none", "there is no global scale", "", {"second_level": None}),
+        ("global-rows", "each row has a global scale", "", {"second_level.over": (1, None)}),
+        ("global-tensor", "the tensor has one global scale, not each row",
+         "", {"second_level.over": (None, None)}),
+        ("global-inverse", "S_inv = amax / (bound * maximum), and S = 1 / S_inv", "second level",
+         {"level_scale": _fixed(lambda q: q.one / (q.level_amax / q.top)),
+         "level_inverse": _fixed(lambda q: q.level_amax / q.top)}),
+        ("global-reciprocal", "S = bound * maximum * (1 / amax), with a rounded reciprocal",
+         "second level",
+         {"level_scale": _fixed(lambda q: _finite(q.one / q.level_amax * q.top))}),
+    ],
+    "candidates": [
+        ("candidates-mse", "candidates are compared by squares, not by magnitudes",
+         "", {"candidates.error": "MSE"}),
+        ("candidates-mae", "candidates are compared by magnitudes, not by squares",
+         "", {"candidates.error": "MAE"}),
+        ("candidates-none", "there is no choice among scales", "", {"candidates": None}),
+    ],
+    "equal candidates": [
+        ("candidates-last", "the last one of equal candidates is taken: <= for <",
+         "", {"candidates.ties": "last"}),
+    ],
+    "nan": [
+        ("amax-nan", "a NaN becomes the amax of its block", "", {"amax.nan": "propagates"}),
+    ],
+    "amax": [
+        ("amax-signed", "an amax is the largest value, not the largest magnitude",
+         "", {"magnitudes": _fixed(lambda q: q.values.clamp(min=0))}),
+    ],
+    "area": [
+        ("area-none", "each block has an amax of its own, not that of a square",
+         "", {"amax.area": None}),
+        ("area-square", "the blocks of a square share an amax", "blocks", {"amax.area": _square}),
+    ],
+    "block": [
+        ("block-other-dimension", "blocks lie along the other dimension",
+         "", _block(lambda steps: steps.amax.block[::-1])),
+        ("block-tensor", "the tensor has one scale", "", _block((None, None))),
+        ("block-row", "each row has one scale", "", _block((1, None))),
+        ("block-column", "each column has one scale", "", _block((None, 1))),
+        ("block-tile", "each tile of 128 x 128 has one scale", "", _block((128, 128))),
+    ],
+    "transform": [
+        ("transform-unsigned", "the Hadamard transform has no signs",
+         "", {"transform.signs": "0x0"}),
+        ("transform-none", "there is no Hadamard transform", "", {"transform": None}),
+        ("transform-added", "groups of 16 go through a Hadamard transform",
+         "untransformed E2M1", {"transform": _RHT}),
+        ("transform-unscaled", "the Hadamard transform is not divided by the root of its size",
+         "transform", {"transform_factor": _fixed(lambda q: q.one)}),
+    ],
+    "nibbles": [
+        ("nibbles", "the halves of bytes are exchanged", "", {"storage.first":
+         lambda steps: "low" if steps.storage.first == "high" else "high"}),
+        ("one-in-a-byte", "each element has a byte of its own", "", {"storage.per_byte": 1}),
+    ],
+    "held": [
+        ("held-other", "data and scales are those of the transpose, or not of it",
+         "", {"storage.held":
+         lambda steps: "tensor" if steps.storage.held == "transpose" else "transpose"}),
+    ],
+}
+# fmt: on
 _EPSILONS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+_16_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _families() -> Iterator[Turn]:
+def _crossed() -> Iterator[Turn]:
     """Turns with a number or a dtype."""
     for size in (16, 32, 64, 128):
         says = f"blocks have {size} elements along the summed dimension"
-        yield _edit(f"block-{size}", "block", says, _always, amax__block=_long(size),
-                    amax__area=None)  # fmt: skip
+        yield Turn(f"block-{size}", "block", says, edits=_block(_long(size)))
     for epsilon in _EPSILONS:
         says = f"an amax below {epsilon:g} is replaced by it"
-        yield _edit(f"epsilon-{epsilon:g}", "epsilon", says, _always, scale__epsilon=epsilon)
+        edits = {"scale.epsilon": epsilon}
+        yield Turn(f"epsilon-{epsilon:g}", "epsilon", says, edits=edits)
         says = f"{epsilon:g} is added to each amax"
-        yield _way(f"added-{epsilon:g}", "epsilon", says, _always, raised=ways.added(epsilon))
-    for name in ("bfloat16", "float16"):
-        yield from _roundings(name, getattr(torch, name))
+        yield Turn(f"added-{epsilon:g}", "epsilon", says, edits={"raised": _added(epsilon)})
+    for name in _16_BITS:
+        yield from _rounded(name, _in(_16_BITS[name]))
 
 
-def _roundings(name: str, dtype: torch.dtype) -> Iterator[Turn]:
-    """Turns that round something to a dtype of 16 bits."""
-    says = f"values are rounded to {name} first"
-    yield _edit(f"source-{name}", "source", says, _always, source__rounded_to=name)
-    says = f"amaxes are rounded to {name}"
-    yield _way(f"amax-{name}", "amax", says, _always, amaxes=ways.result_in(dtype))
-    says = f"scaled values are rounded to {name} first: two roundings"
-    yield _way(f"product-{name}", "twice", says, _always, multiplied=ways.result_in(dtype))
-    says = f"the global scale is rounded to {name}"
-    yield _way(f"global-{name}", "level", says, _levels, second_level=ways.level_in(dtype))
-    says = f"S = bound * maximum * (1 / amax), with both operations in {name}"
-    way = ways.level_reciprocal_in(dtype)
-    yield _way(f"global-reciprocal-{name}", "level", says, _levels, second_level=way)
-    says = f"amax / maximum is rounded to {name} before it is multiplied by S"
-    way = ways.divided_in(dtype)
-    yield _way(f"block-divided-{name}", "scale", says, _byte, exact_scales=way)
-    says = f"values are divided by scale * S_inv, rounded to {name}"
-    undone, product = ways.not_inverted(dtype), ways.divided_by_multiplier
-    yield _way(f"divided-{name}", "undone", says, _byte, undone=undone, multiplied=product)
-    says = f"scales are rounded to {name} before they are rounded to a byte"
-    yield _way(f"byte-{name}", "byte", says, _byte, scale_codes=ways.byte_via(dtype))
-    says = f"stored scales are rounded to {name}, and elements are made with "
-    way = ways.stored_in(dtype, used=False)
-    yield _way(f"stored-{name}", "narrow", f"{says}unrounded ones", _float, scales=way)
-    way = ways.stored_in(dtype, used=True)
-    yield _way(f"scale-{name}", "narrow", f"{says}these", _float, scales=way)
-    says = f"scales are rounded to {name} before they are inverted"
-    yield _way(f"multiplier-{name}", "narrow", says, _divides, float_scales=ways.result_in(dtype))
+def _added(epsilon: float) -> Way:
+    return lambda made, usual: usual() + torch.tensor(epsilon)
+
+
+def _rounded(dtype: str, way: Way) -> Iterator[Turn]:
+    """Turns that round a quantity to a dtype of 16 bits."""
+
+    def rounded(formula: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        return lambda made: way(made, lambda: formula(made))
+
+    inverse = rounded(lambda q: q.one / q.level_amax)
+    reciprocal = _fixed(rounded(lambda q: inverse(q) * q.top))
+    quotient = rounded(lambda q: q.finite / q.maximum)
+    divided = _fixed(lambda q: quotient(q) * q.S * q.factor)
+    both = _fixed(rounded(lambda q: q.number * q.S_inv))
+    inverted = _fixed(lambda q: q.one / q.inverse)
+    # fmt: off
+    rows: list[tuple[str, str, str, str, Mapping[str, Any]]] = [
+        ("source", "source", "values are rounded to {} first", "", {"source.rounded_to": dtype}),
+        ("amax", "amax", "amaxes are rounded to {}", "", {"amax": way}),
+        ("product", "twice", "scaled values are rounded to {} first: two roundings",
+         "", {"scaled": way}),
+        ("global", "level", "the global scale is rounded to {}",
+         "second level", {"level_scale": way}),
+        ("global-reciprocal", "level", "S = bound * maximum * (1 / amax), with both operations in "
+         "{}", "second level", {"level_scale": reciprocal}),
+        ("block-divided", "scale", "amax / maximum is rounded to {} before it is multiplied by S",
+         "rounded", {"exact": divided}),
+        ("divided", "undone", "values are divided by scale * S_inv, rounded to {}",
+         "rounded", {"multiplier": both, **_DIVIDED}),
+        ("byte", "byte", "scales are rounded to {} before they are rounded to a byte",
+         "rounded", {"limited": way}),
+        ("stored", "narrow", "stored scales are rounded to {}, and elements are made with "
+         "unrounded ones", "float32", {"inverse": way}),
+        ("scale", "narrow", "stored scales are rounded to {}, and elements are made with these",
+         "float32", {"inverse": way, "multiplier": inverted}),
+        ("multiplier", "narrow", "scales are rounded to {} before they are inverted",
+         "quotient", {"scale": way}),
+    ]
+    # fmt: on
+    for name, step, says, of, edits in rows:
+        yield Turn(f"{name}-{dtype}", step, says.format(dtype), of, edits)
 
 
 # It explains any second level, so that it comes last.
-_OUTSIDE = _way(
-    OUTSIDE,
+_OUTSIDE = Turn(
+    "global-outside",
     "level",
     "the global scale is that of another amax than the tensor's, as of several tensors together",
-    _levels,
-    second_level=ways.level_from_outside,
+    "second level",
+    takes_stored=True,
 )
 #: All known wrong turns.
 TURNS: tuple[Turn, ...] = (
-    *_OF_BYTE_SCALES,
-    *_OF_FLOAT_SCALES,
-    *_OF_LIMITS,
-    *_OF_ELEMENTS,
-    *_OF_LEVELS,
-    *_OF_CANDIDATES,
-    *_OF_AMAXES,
-    *_OF_TRANSFORMS,
-    *_OF_STORAGE,
-    *_families(),
-    *(Turn(name, "laid out", says, _always, view=view) for name, says, view in VIEWS),
+    *(
+        Turn(name, step, says, of, edits)
+        for step, rows in _ROWS.items()
+        for name, says, of, edits in rows
+    ),
+    *_crossed(),
+    *(Turn(name, "laid out", says, view=view) for name, (says, view) in VIEWS.items()),
     _OUTSIDE,
 )

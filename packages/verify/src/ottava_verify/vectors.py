@@ -4,28 +4,31 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ottava.contract import Contract
-from ottava.errors import OptionError, UsageError, named
+from ottava.errors import UsageError, named
 from ottava.filesystem import AnyPath, Partial, check_file_target, mode_of, write_new
 from ottava.gemm import side_of
 from ottava.kernels import fixed_seed
 from ottava.recipes import Recipe
 from ottava.recipes.role import OF_LINEAR
 from ottava.tensors import Quantizer
-from ottava_verify.arrays import Interpreter
+from ottava_verify.contracts import quantizers_of
 from ottava_verify.inputs import inputs_of
-from ottava_verify.numbers import rounded
-from ottava_verify.reading import stored_tensors
-from ottava_verify.steps import Steps, Usage, steps_of
+from ottava_verify.interpretation import Interpretation
+from ottava_verify.steps import USAGES, Steps, Usage, steps_of
+from ottava_verify.stored import stored_tensors
 
-USAGES: tuple[Usage, Usage] = ("rowwise", "columnwise")
+#: A recipe and its options, ``"mxfp8 scale_rounding=floor"`` for example -> the SHA-256 of the file
+#: that ``ottava vectors`` writes.
+HASHES: dict[str, str] = json.loads((Path(__file__).parent / "hashes.json").read_text())
 #: The seed of random words in every file, and the scale where scales come from outside.
 SEED = 0x0123_4567_89AB_CDEF
-SCALE = rounded(1.7)
+SCALE = torch.tensor(1.7).item()
 #: dtype -> its name in safetensors files.
 _NAMES = {
     torch.int64: "I64",
@@ -92,7 +95,7 @@ class Vectors:
 def make_vectors(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> Vectors:
     """The vectors of a recipe.
 
-    Each expected byte is computed by the quantizer, and by the interpreter of its contract.
+    Each expected byte is computed by the quantizer, and from its contract alone.
 
     Args:
         recipe: any whose contracts are stated.
@@ -125,18 +128,6 @@ def make_vectors(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> Vectors:
     return Vectors(tensors, metadata)
 
 
-def quantizers_of(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> dict[str, Quantizer]:
-    """The quantizer of each role.
-
-    Raises:
-        OptionError: a role is unknown.
-    """
-    for role in roles:
-        if role not in OF_LINEAR:
-            raise OptionError(f"the role is {role!r}", expected=f"one of {', '.join(OF_LINEAR)}")
-    return {role: recipe.quantizer(role) for role in roles}
-
-
 def _all_steps(quantizers: Mapping[str, Quantizer]) -> list[Steps]:
     """The steps of all usages that have some."""
     steps = []
@@ -165,8 +156,7 @@ def _expected(quantizer: Quantizer, x: Tensor) -> dict[str, Tensor]:
         result = quantizer.quantize(x)
     expected = {}
     for usage in _usages(quantizer.contract):
-        interpreter = Interpreter(quantizer.contract, usage, seed=SEED, scale=SCALE)
-        parts = interpreter.quantize(x)
+        parts = Interpretation(quantizer.contract, usage, x, seed=SEED, scale=SCALE).parts
         # A reference that multiplies by itself has no elements on a grid to compare.
         if side_of(result, usage == "columnwise") is not None:
             stored = stored_tensors(result, usage)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ottava.cli.output import console, parse_options, say
+from ottava.cli.files import Force, Output, check_outputs, write_text
+from ottava.cli.output import console, parse_options, plain, say
 from ottava.errors import OptionError, UsageError
-from ottava_debug.output import Force, Output, check_outputs, plain, write_text
 
 if TYPE_CHECKING:
     from ottava_verify.report import Report
@@ -127,7 +127,7 @@ def _function(
     options: _Texts,
     as_numpy: bool,
 ) -> "Report":
-    from ottava_debug.references import resolve
+    from ottava.cli.references import resolve
     from ottava_verify.verifying import verify_function
 
     if contract is None:

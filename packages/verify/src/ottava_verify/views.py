@@ -1,14 +1,14 @@
 """Ways in which stored tensors are laid out otherwise, each undone."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from ottava_verify.numbers import format_of
-from ottava_verify.stored import Shapes, Stored, power_of_two
+from ottava_verify.formats import magnitudes, numbers_of_scales
+from ottava_verify.stored import Shapes, Stored
 
-Tensor = torch.Tensor
 #: Stored tensors as the contract would have them; None where they are not laid out so.
 View = Callable[[Stored, Shapes, str], Stored | None]
 
@@ -16,46 +16,37 @@ View = Callable[[Stored, Shapes, str], Stored | None]
 _ROWS, _COLUMNS = 128, 4
 
 
-def _padded(shapes: Shapes) -> tuple[int, int]:
+def _padded(
+    stored: Stored, shapes: Shapes, format: str, is_swizzled: bool = False
+) -> Stored | None:
+    """Row 32 a + b, column c of a swizzled tile lies at place 16 b + 4 a + c."""
     down, across = shapes.scales
-    return down + -down % _ROWS, across + -across % _COLUMNS
-
-
-def _cropped(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
-    padded = _padded(shapes)
-    if stored.scales.numel() != padded[0] * padded[1]:
+    tiles = -(-down // _ROWS), -(-across // _COLUMNS)
+    rows, columns = tiles[0] * _ROWS, tiles[1] * _COLUMNS
+    if stored.scales.numel() != rows * columns:
         return None
-    return _with_scales(stored, shapes, stored.scales.reshape(padded))
+    scales = stored.scales.reshape(rows, columns)
+    if is_swizzled:
+        scales = scales.reshape(*tiles, 32, 4, _COLUMNS).permute(0, 3, 2, 1, 4)
+        scales = scales.reshape(rows, columns)
+    return replace(stored, scales=scales[:down, :across])
 
 
 def _swizzled(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
-    """Row 32 a + b, column c of a tile lies at place 16 b + 4 a + c."""
-    down, across = _padded(shapes)
-    if stored.scales.numel() != down * across:
-        return None
-    tiles = stored.scales.reshape(down // _ROWS, across // _COLUMNS, 32, 4, _COLUMNS)
-    rows = tiles.permute(0, 3, 2, 1, 4).reshape(down, across)
-    return _with_scales(stored, shapes, rows)
-
-
-def _with_scales(stored: Stored, shapes: Shapes, padded: Tensor) -> Stored:
-    down, across = shapes.scales
-    return replace(stored, scales=padded[:down, :across])
+    return _padded(stored, shapes, format, is_swizzled=True)
 
 
 def _scales_transposed(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
-    down, across = shapes.scales
-    if stored.scales.numel() != down * across:
+    scales, turned = stored.scales, shapes.scales[::-1]
+    if scales.numel() != math.prod(turned) or 1 in turned:
         return None
-    if 1 in (down, across):
-        return stored
-    if stored.scales.dim() > 1 and tuple(stored.scales.shape) != (across, down):
+    if scales.dim() > 1 and tuple(scales.shape) != turned:
         return None
-    return replace(stored, scales=stored.scales.reshape(across, down).t())
+    return replace(stored, scales=scales.reshape(turned).t())
 
 
 def _data_transposed(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
-    data = stored.matrix().data
+    data = stored.matrix()
     if tuple(data.shape) != shapes.data[::-1]:
         return None
     return replace(stored, data=data.t())
@@ -66,45 +57,40 @@ def _as_codes(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     if stored.scales.dtype != torch.float32 or format == "float32":
         return None
     if format == "E8M0":
-        fraction, exponent = torch.frexp(stored.scales)
-        if not bool(((fraction == 0.5) & (exponent >= -126)).all()):
-            return None
-        return replace(stored, scales=(exponent + 126).to(torch.uint8))
-    magnitudes = torch.tensor(format_of(format).magnitudes)
-    codes = torch.bucketize(stored.scales.contiguous(), magnitudes)
-    if not torch.equal(magnitudes[codes.clamp(max=len(magnitudes) - 1)], stored.scales):
+        codes = (torch.frexp(stored.scales).exponent + 126).clamp(0, 254)
+    else:
+        codes = torch.bucketize(stored.scales.contiguous(), magnitudes(format))
+    codes = codes.to(torch.uint8)
+    if not torch.equal(numbers_of_scales(codes, format), stored.scales):
         return None
-    return replace(stored, scales=codes.to(torch.uint8))
+    return replace(stored, scales=codes)
 
 
 def _as_numbers(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     """Codes of E8M0 as the powers of two that they are."""
     if stored.scales.dtype != torch.uint8 or format != "float32":
         return None
-    return replace(stored, scales=power_of_two(stored.scales.int() - 127))
+    return replace(stored, scales=numbers_of_scales(stored.scales, "E8M0"))
 
 
 def _repeated(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     """One number for each row or element, where one would do."""
-    if stored.scales.numel() <= shapes.scales[0] * shapes.scales[1] or shapes.scales != (1, 1):
-        return None
     first = stored.scales.reshape(-1)[:1]
-    if not bool((stored.scales == first).all()):
+    if shapes.scales != (1, 1) or not bool((stored.scales == first).all()):
         return None
     return replace(stored, scales=first.view(1, 1))
 
 
-#: Name, sentence and view of each.
-VIEWS: tuple[tuple[str, str, View], ...] = (
-    ("scales-padded", "scales are padded to tiles of 128 x 4", _cropped),
-    (
-        "scales-swizzled",
+#: Sentence and view of each, by name.
+VIEWS: dict[str, tuple[str, View]] = {
+    "scales-padded": ("scales are padded to tiles of 128 x 4", _padded),
+    "scales-swizzled": (
         "scales are padded to tiles of 128 x 4 and in the order that products of GPUs read",
         _swizzled,
     ),
-    ("scales-transposed", "scales are transposed", _scales_transposed),
-    ("data-transposed", "data are transposed", _data_transposed),
-    ("scales-as-numbers", "scales are stored as float32, not as codes", _as_codes),
-    ("scales-as-codes", "scales are stored as codes of E8M0, not as float32", _as_numbers),
-    ("scales-repeated", "the one scale of the tensor is stored many times", _repeated),
-)
+    "scales-transposed": ("scales are transposed", _scales_transposed),
+    "data-transposed": ("data are transposed", _data_transposed),
+    "scales-as-numbers": ("scales are stored as float32, not as codes", _as_codes),
+    "scales-as-codes": ("scales are stored as codes of E8M0, not as float32", _as_numbers),
+    "scales-repeated": ("the one scale of the tensor is stored many times", _repeated),
+}

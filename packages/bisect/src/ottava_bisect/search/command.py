@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
+from ottava.cli.files import RECIPE_FILE, Force, Output, check_outputs, write_text
 from ottava.cli.output import Json, console, say, show_json, table
-from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar, write_text
+from ottava_debug.output import progress_bar
 from ottava_debug.references import call, resolve_loss
 
 

@@ -2,8 +2,9 @@
 
 import re
 
+from ottava.cli.files import FileKind
 from ottava_bisect.search.report import COLUMNS, Report, number
-from ottava_debug.output import FileKind, rendered
+from ottava_debug.output import rendered
 
 _HEAD = rb"(?is)<!doctype html>.*?<title>ottava bisect [^<]*</title>"
 PAGE = FileKind("page of `ottava bisect`", re.compile(_HEAD))

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ottava.cli.output import plain
 from ottava_bisect.search.measure import loss_of_operand
 from ottava_bisect.search.operands import Comparison, Operand
 from ottava_debug.measures import Measures
-from ottava_debug.output import plain
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ DCP."""
 
 from ottava.checkpoint.flatten import flatten_state_dict, load_file, save_file, unflatten_state_dict
 from ottava.checkpoint.model import load_model, save_model, without_state
+from ottava.checkpoint.reading import read_state
 from ottava.checkpoint.sharded import (
     is_complete,
     latest_checkpoint,
@@ -18,6 +19,7 @@ __all__ = [
     "load_file",
     "load_model",
     "load_sharded",
+    "read_state",
 ]
 __all__ += [
     "save_file",

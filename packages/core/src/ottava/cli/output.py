@@ -3,7 +3,9 @@ recipes."""
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -85,10 +87,36 @@ def say(text: str, *, stderr: bool = False, lines: bool = False) -> None:
     console(stderr=stderr).print(escaped(text, lines=lines), soft_wrap=True)
 
 
+def plain(value: Any) -> Any:
+    """``value`` as JSON data; floats that are not finite become ``"inf"``, ``"-inf"`` or
+    ``"nan"``."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
+
+
 def show_json(value: object) -> None:
     """Print JSON, in ASCII."""
     # DEL is the one control character that JSON leaves as it is.
     print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
+
+
+def grouped(names: Sequence[str]) -> list[str]:
+    """Names, where those that differ only in numbers become one pattern with their count.
+
+    ``["h.0.w", "h.1.w", "x"]`` becomes ``["h.*.w (2)", "x"]``.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    return [
+        group[0] if len(group) == 1 else f"{pattern} ({len(group)})"
+        for pattern, group in groups.items()
+    ]
 
 
 def table(

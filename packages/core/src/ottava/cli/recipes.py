@@ -9,12 +9,9 @@ import typer
 from ottava.cli.output import Json, console, escaped, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import get_recipe
-from ottava.recipes.registry import FACTORY, RECIPE, PluginStatus, discover, plugin_statuses
+from ottava.recipes.registry import FACTORY, RECIPE, PluginStatus, plugin_statuses
 from ottava.recipes.role import OF_LINEAR, Explanation, QuantizerRole, RecipeRule
 
-#: The group of entry points for readers of checkpoints: functions from a path to a state dict and
-#: texts.
-READERS = "ottava.readers"
 _WEIGHT = ".weight"
 #: The layers that the demo converts in its model, a GPT of four blocks.
 DEMO_LAYERS = tuple(
@@ -25,13 +22,10 @@ DEMO_LAYERS = tuple(
 def checkpoint_layers(path: Path) -> list[str]:
     """The layers in a file or folder of tensors: those with a matrix named ``weight``, quantized or
     not."""
-    readers = discover(READERS)
-    if not readers:
-        package = "ottava-integrations"
-        raise UsageError(
-            "--checkpoint is not installed", expected=package, remedy=f"pip install {package}"
-        )
-    state, _ = readers[0].entry.load()(path)
+    # This import is local, because torch takes seconds.
+    from ottava.checkpoint import read_state
+
+    state, _ = read_state(path)
     layers = [
         name.removesuffix(_WEIGHT)
         for name, value in state.items()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import ottava
+from ottava.cli.references import ANYTHING
 from ottava.errors import CheckpointError, DTypeError, UsageError, listed, text_of, translated
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn import Linear, conversion_report
@@ -21,7 +22,6 @@ from ottava_debug.analysis.report import Skipped, TensorReport
 from ottava_debug.losses import Loss, loss_in
 from ottava_debug.operands import ROLES
 from ottava_debug.products import Inspection, Watch
-from ottava_debug.references import ANYTHING
 
 
 def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -> torch.nn.Module:

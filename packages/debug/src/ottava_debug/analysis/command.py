@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import TaskID, TaskProgressColumn
 
+from ottava.cli.files import RECIPE_FILE, Force, Output, check_outputs
 from ottava.cli.output import console, say
 from ottava.errors import OptionError
-from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar
+from ottava_debug.output import progress_bar
 from ottava_debug.references import call, resolve_loss
 
 _Paths = Path | None
@@ -193,7 +194,7 @@ def _batches(data: str, pairs: bool) -> Any:
 
     With ``pairs`` a batch from a file is a pair with its targets, if the file has any.
     """
-    from ottava_integrations import read_state
+    from ottava.checkpoint import read_state
 
     if not Path(data).is_file():
         return call("--data", data)

@@ -4,11 +4,11 @@ import json
 import os
 import re
 
+from ottava.cli.files import FileKind, write_text
 from ottava.filesystem import AnyPath
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.page import page
 from ottava_debug.analysis.report import Analysis, most_underflow
-from ottava_debug.output import FileKind, write_text
 from ottava_debug.recipe_file import recipe_text, write_recipe_file
 
 # Both begin with the name of what was analyzed.

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist, median
 from typing import Any
 
+from ottava.cli.output import plain
 from ottava.errors import OptionError
 from ottava_debug.measures import Measures
-from ottava_debug.output import plain
 from ottava_debug.recipe_file import Keep
 
 #: Decibels. Rounding alone leaves normally distributed values 31.5 dB in E4M3 and 25.5 dB in E5M2.

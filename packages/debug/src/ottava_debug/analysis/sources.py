@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ottava.checkpoint import read_state
 from ottava.checkpoint.files import INDEX_NAME
 from ottava.checkpoint.flatten import place_of
 from ottava.checkpoint.published import find_published
@@ -16,7 +17,6 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.nn.loading import OF_STATE
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.analysis.report import Skipped
-from ottava_integrations import read_state
 
 #: Names of weights that are looked up, such as embeddings: a part of the name, or its last word.
 _LOOKED_UP = re.compile(

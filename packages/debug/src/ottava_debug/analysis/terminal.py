@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ottava.cli.output import escaped, table
+from ottava.cli.output import escaped, grouped, table
 from ottava_debug.analysis.report import Analysis, Noise, Summary, most_underflow
-from ottava_integrations.command import grouped
 
 #: Marks the cells of tensors that need high precision.
 MARK = "!"

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from ottava.cli.files import FileKind, write_text
 from ottava.cli.output import table
 from ottava.filesystem import AnyPath
 from ottava_debug.analysis.terminal import decibels
-from ottava_debug.output import FileKind, rendered, write_text
+from ottava_debug.output import rendered
 from ottava_debug.served.comparing import ServedComparison, ServedLayer
 
 JSON = FileKind(

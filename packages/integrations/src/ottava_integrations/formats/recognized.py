@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ottava.checkpoint import read_state
 from ottava.errors import CheckpointError, translated
 from ottava.filesystem import AnyPath, as_path, read_bytes
 from ottava.tensors import QuantizedTensorStorage
 from ottava_integrations.formats.schemes import SCHEMES, Library, Scheme, scheme_of
-from ottava_integrations.reading import read_state
 from ottava_integrations.served import ServedRecipe
 
 Tensor = torch.Tensor

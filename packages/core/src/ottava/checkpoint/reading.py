@@ -1,4 +1,4 @@
-"""Reads tensors from files and folders of other tools, and from sharded checkpoints."""
+"""Reads the tensors of any checkpoint: files and folders of any tool, and sharded ones."""
 
 import json
 import re
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint import unflatten_state_dict
 from ottava.checkpoint.files import BY_TORCH, INDEX_NAME, METADATA_KEY, looks_like, read_tensors
-from ottava.checkpoint.flatten import described, held_tensors
+from ottava.checkpoint.flatten import described, held_tensors, unflatten_state_dict
+from ottava.checkpoint.storage import FolderReader
 from ottava.errors import CheckpointError, named, translated
 from ottava.filesystem import AnyPath, as_path, read_bytes
 
@@ -79,8 +79,6 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 
 
 def _read_sharded(path: Path) -> dict[str, Any]:
-    from ottava.checkpoint.storage import FolderReader
-
     reader = FolderReader(path)
     for name in reader.index.files:
         reader.file(name, verify=True)

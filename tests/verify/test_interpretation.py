@@ -1,4 +1,4 @@
-"""Both interpreters of contracts make the bytes of every quantizer, from its contract alone."""
+"""The scalar oracle and interpretations make the bytes of every quantizer, from its contract."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from ottava.errors import OptionError, UsageError
 from ottava.kernels import fixed_seed
 from ottava.tensors import Quantizer
 from ottava_custom import CurrentScalingTensorRef, IdentityQuantizer
-from ottava_verify import Bytes, Interpreter, decode, quantize, stored_tensors
+from ottava_verify import Interpretation, stored_tensors
 from tests.comparing import assert_same
 from tests.core.test_layout import layouts
 from tests.samples import SPECIAL, tiles, wide
 from tests.verify.quantizers import FAMILIES, GIVEN, SEED, variants
+from tests.verify.scalar import Bytes, decode, quantize
 
 USAGES: list[Any] = ["rowwise", "columnwise"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,7 +75,7 @@ def tensors_of(result: Any, usage: Any) -> dict[str, torch.Tensor]:
 
 
 def check(quantizer: Quantizer, x: torch.Tensor, note: str) -> None:
-    """The quantizer's bytes are those that both interpreters make from its contract."""
+    """The quantizer's bytes are those of the oracle and of an interpretation of its contract."""
     contract = quantizer.contract
     with fixed_seed(SEED):
         result = quantizer.quantize(x)
@@ -82,13 +83,13 @@ def check(quantizer: Quantizer, x: torch.Tensor, note: str) -> None:
         stored = tensors_of(result, usage)
         expected = tensors(by_scalars(contract, usage, x), contract, usage)
         scale = torch.tensor(GIVEN).item()
-        twin = Interpreter(contract, usage, seed=SEED, scale=scale).quantize(x)
+        made = Interpretation(contract, usage, x, seed=SEED, scale=scale).parts
         assert set(stored) == set(expected), f"{note} {usage}"
         for name, tensor in expected.items():
             text = f"{note} {usage} {name} of {tuple(x.shape)} {x.dtype}"
             # Amaxes of no rows have no shape that lists of Python could tell.
             assert_same(stored[name].reshape(tensor.shape), tensor, note=text)
-            assert_same(twin[name].reshape(tensor.shape), tensor, note=f"the twin of {text}")
+            assert_same(made[name].reshape(tensor.shape), tensor, note=f"interpreted {text}")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -191,11 +192,11 @@ def changed(layout: Layout, step: str, **words: str) -> Contract:
 
 
 def both(contract: Contract, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The rows that both interpreters make."""
+    """The rows, which the oracle and an interpretation make alike."""
     expected = tensors(by_scalars(contract, "rowwise", x), contract, "rowwise")
-    twin = Interpreter(contract, "rowwise", seed=SEED).quantize(x)
+    made = Interpretation(contract, "rowwise", x, seed=SEED).parts
     for name, tensor in expected.items():
-        assert_same(twin[name].reshape(tensor.shape), tensor, note=name)
+        assert_same(made[name].reshape(tensor.shape), tensor, note=name)
     return expected
 
 
@@ -261,7 +262,7 @@ def test_what_is_not_stated_is_refused(
     with pytest.raises(OptionError, match=f"(?s){match}"):
         quantize(contract, "rowwise", [[1.0]], dtype="float32", **options)
     with pytest.raises(OptionError, match=f"(?s){match}"):
-        Interpreter(contract, "rowwise", **options)
+        Interpretation(contract, "rowwise", torch.ones(1, 1), **options)
 
 
 def test_an_unknown_dtype_is_refused() -> None:

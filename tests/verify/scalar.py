@@ -1,26 +1,76 @@
-"""Quantizes as a contract says, one number at a time.
+"""The oracle of contracts: quantizes as a contract says, one number at a time.
 
 The methods of :class:`_Quantization` follow the steps of :mod:`ottava.contract` in their order.
 They read nothing but the contract, use no kernel and no torch, and are slow: they are the meaning
 of a contract, to be read and to be compared with faster code.
 """
 
+from __future__ import annotations
+
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ottava.contract import Contract, Element, Scale, Storage
 from ottava.errors import OptionError
-from ottava_verify import numbers
-from ottava_verify.numbers import FLT_MAX, bits_of, format_of, product, quotient, rounded
-from ottava_verify.steps import Grid, Place, Steps, Usage, check_given, steps_of
+from ottava_verify.steps import Steps, Usage, check_given, steps_of
+from tests.verify import numbers
+from tests.verify.numbers import FLT_MAX, bits_of, format_of, product, quotient, rounded
 
 Rows = Sequence[Sequence[float]]
 Matrix = list[list[float]]
 Spans = tuple[range, range]
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A matrix in blocks. The last ones of a row and of a column may be smaller.
+
+    Attributes:
+        block: rows and columns of a block; None for all, which are one block even if there are
+            none.
+        shape: rows and columns of the matrix.
+    """
+
+    block: tuple[int | None, int | None]
+    shape: tuple[int, int]
+
+    @property
+    def counts(self) -> Place:
+        """How many blocks a column and a row of the matrix have."""
+        sides = zip(self.shape, self.block, strict=True)
+        return cast(Place, tuple(1 if side is None else -(-size // side) for size, side in sides))
+
+    def place(self, row: int, column: int) -> Place:
+        """The block of an element."""
+        sides = zip((row, column), self.block, strict=True)
+        return cast(Place, tuple(0 if side is None else index // side for index, side in sides))
+
+    def spans(self, place: Place) -> tuple[range, range]:
+        """The rows and columns of a block."""
+        spans = []
+        for index, size, side in zip(place, self.shape, self.block, strict=True):
+            length = size if side is None else side
+            spans.append(range(index * length, min(index * length + length, size)))
+        return spans[0], spans[1]
+
+    def place_of_first(self, spans: tuple[range, range]) -> Place:
+        """The block of the first element of some rows and columns."""
+        return self.place(spans[0].start, spans[1].start)
+
+    def places(self) -> Iterator[Place]:
+        """All blocks, row by row."""
+        down, across = self.counts
+        return ((row, column) for row in range(down) for column in range(across))
+
+    def matrix(self, number: Callable[[Place], float]) -> list[list[float]]:
+        """A number for each block."""
+        down, across = self.counts
+        return [[number((row, column)) for column in range(across)] for row in range(down)]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ rounded to float32 once more, has the correctly rounded result of float32: 53 bi
 twice 24 bits and two.
 """
 
+from __future__ import annotations
+
 import bisect
 import math
 import struct

@@ -1,0 +1,156 @@
+"""Usages of contracts: of installed recipes with their options, and of what a user names."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ottava.contract import Contract, Direction
+from ottava.errors import OptionError, OttavaError
+from ottava.filesystem import as_path
+from ottava.recipes import Recipe, get_recipe
+from ottava.recipes.registry import list_recipes
+from ottava.recipes.role import OF_LINEAR
+from ottava.tensors import Quantizer
+from ottava_verify.steps import USAGES, Steps, Usage, steps_of
+
+#: What a user names a contract by.
+AnyContract = Contract | Recipe | Quantizer | str
+
+# Values of options that are no flags, each of them alone. A recipe that refuses one goes without.
+_VALUES: Mapping[str, Sequence[object]] = {
+    "fp8_format": ("E4M3", "E5M2"),
+    "scale_rounding": ("up", "floor", "even", "nearest"),
+    "element": ("MXFP6E2M3", "MXFP6E3M2", "MXINT8", "MXINT8S"),
+    "four_over_six": ("weights",),
+    "x_block_scaling_dim": (2,),
+    "w_block_scaling_dim": (1,),
+}
+# Options that change bytes only together.
+_TOGETHER: Sequence[Mapping[str, object]] = (
+    {"four_over_six": "weights", "four_over_six_bound": 448},
+    {"four_over_six": "weights", "four_over_six_error": "MSE"},
+    {"four_over_six": "weights", "four_over_six_bound": 448, "four_over_six_error": "MSE"},
+)
+# Flags that change no byte on one rank, and need a process group.
+_OF_RANKS = ("with_amax_reduction", "reduce_amax")
+
+
+@dataclass(frozen=True)
+class Named:
+    """One usage of a contract, with a name for people: ``"mxfp8, weight, rowwise"``."""
+
+    name: str
+    contract: Contract
+    usage: Usage
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps of the usage."""
+        return steps_of(self.contract, self.usage)
+
+    @property
+    def citation(self) -> str:
+        """The citation of the contract under the name of its recipe."""
+        return self.contract.citation(re.split(r"[ ,(]", self.name.removeprefix("the "))[0])
+
+
+def contracts_of_recipes() -> list[Named]:
+    """The contracts of all usages of installed recipes, with each option alone: each once, those
+    of default options first."""
+    recipes = sorted(_recipes(), key=lambda pair: "(" in pair[0])
+    named: dict[object, Named] = {}
+    for title, recipe in recipes:
+        for role in ("weight", "input", "grad_output"):
+            for each in _of_role(title, recipe, role):
+                named.setdefault((each.steps, each.usage), each)
+    return list(named.values())
+
+
+def _recipes() -> Iterator[tuple[str, Recipe]]:
+    """Installed recipes that need no options, and with each of their options alone."""
+    for spec in list_recipes():
+        for options in ({}, *_options(spec.name)):
+            words = ", ".join(f"{option}={value}" for option, value in options.items())
+            try:
+                recipe = get_recipe(spec.name, **options)
+            except OttavaError:
+                continue
+            yield f"{spec.name}({words})" if words else spec.name, recipe
+
+
+def _options(name: str) -> Iterator[Mapping[str, object]]:
+    try:
+        recipe: Any = get_recipe(name)
+    except OttavaError:
+        return
+    if not dataclasses.is_dataclass(recipe):
+        return
+    fields = {option.name: option.default for option in dataclasses.fields(recipe)}
+    for option, default in fields.items():
+        if isinstance(default, bool) and option not in _OF_RANKS:
+            yield {option: not default}
+        for value in _VALUES.get(option, ()):
+            yield {option: value}
+    yield from (options for options in _TOGETHER if options.keys() <= fields.keys())
+
+
+def _of_role(title: str, recipe: Recipe, role: str) -> Iterator[Named]:
+    """The usages of a role whose choices are stated."""
+    try:
+        contract = recipe.quantizer(role).contract
+    except (OttavaError, AttributeError):
+        return
+    for usage in USAGES:
+        if isinstance(getattr(contract, usage), Direction) and contract.is_stated:
+            yield Named(f"{title}, {role}, {usage}", contract, usage)
+
+
+def resolve_contract(
+    contract: AnyContract,
+    *,
+    role: str = "input",
+    usage: Usage = "rowwise",
+    options: Mapping[str, object] | None = None,
+) -> Named:
+    """One usage of a contract.
+
+    Args:
+        contract: a contract, a recipe or its name, a quantizer, or a file with a contract as JSON.
+        role: for which a recipe makes a quantizer.
+        options: of the recipe that is named.
+
+    Raises:
+        OptionError: nothing is stated of the usage.
+        RecipeNotFoundError: no package has the recipe.
+    """
+    title = contract if isinstance(contract, str) else type(contract).__name__
+    if isinstance(contract, str) and contract.endswith(".json"):
+        contract = Contract.of_json(as_path(contract).read_text())
+    if isinstance(contract, str):
+        contract = get_recipe(contract, **dict(options or {}))
+    if isinstance(contract, Recipe):
+        title = f"{title}, {role}"
+        contract = contract.quantizer(role)
+    stated: Any = getattr(contract, "contract", contract)
+    if not isinstance(stated, Contract) or not isinstance(getattr(stated, usage), Direction):
+        raise OptionError(
+            f"{title} states no bytes of its {usage} data",
+            expected="a contract that states every choice",
+            remedy="`ottava contract` prints contracts",
+        )
+    return Named(f"{title}, {usage}", stated, usage)
+
+
+def quantizers_of(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> dict[str, Quantizer]:
+    """The quantizer of each role.
+
+    Raises:
+        OptionError: a role is unknown.
+    """
+    for role in roles:
+        if role not in OF_LINEAR:
+            raise OptionError(f"the role is {role!r}", expected=f"one of {', '.join(OF_LINEAR)}")
+    return {role: recipe.quantizer(role) for role in roles}

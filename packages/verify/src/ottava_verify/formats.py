@@ -1,0 +1,87 @@
+"""The numbers of formats as tensors, computed from their definitions."""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ottava.formats import ELEMENT_NAMES, UE5M3, ElementFormat, IntegerFormat
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def format_of(name: str) -> ElementFormat:
+    """The format of elements, or of scales in a byte with a mantissa, of this name."""
+    return UE5M3 if name == UE5M3.name else ELEMENT_NAMES[name]
+
+
+def mantissa_bits(name: str) -> int:
+    """The bits behind the leading bit of a large number."""
+    fmt = format_of(name)
+    return fmt.bits - 2 if isinstance(fmt, IntegerFormat) else fmt.mantissa_bits
+
+
+@cache
+def magnitudes(name: str) -> Tensor:
+    """The finite magnitudes of a format in ascending order, float32; the place of one is its
+    code."""
+    fmt = format_of(name)
+    if isinstance(fmt, IntegerFormat):
+        return torch.arange((1 << (fmt.bits - 1)) + 1) * fmt.step
+    codes = torch.arange(1 << (fmt.bits - fmt.signed))
+    exponents = codes >> fmt.mantissa_bits
+    implied = torch.where(exponents > 0, 1 << fmt.mantissa_bits, 0)
+    digits = implied + codes % (1 << fmt.mantissa_bits)
+    units = exponents.clamp(min=1) - fmt.bias - fmt.mantissa_bits
+    numbers = torch.ldexp(digits.double(), units)
+    return numbers[numbers <= fmt.max].float()
+
+
+@cache
+def middles(name: str) -> Tensor:
+    """The numbers halfway between neighbouring magnitudes, which float32 has exactly, too."""
+    numbers = magnitudes(name)
+    return (numbers[:-1] + numbers[1:]) / 2
+
+
+@cache
+def numbers_of_codes(name: str) -> Tensor:
+    """The number of each code of a format, float32; NaN where no finite number has it."""
+    fmt = format_of(name)
+    finite = magnitudes(name)
+    if isinstance(fmt, IntegerFormat):
+        return torch.cat([finite[:-1], -finite[1:].flip(0)])
+    half = 1 << (fmt.bits - fmt.signed)
+    positive = torch.full((half,), math.nan)
+    positive[: len(finite)] = finite
+    return torch.cat([positive, -positive]) if fmt.signed else positive
+
+
+def numbers_of_scales(codes: Tensor, format: str) -> Tensor:
+    """The numbers of stored scales: of codes in uint8, or of float32 numbers, which stay."""
+    if codes.dtype != torch.uint8:
+        return codes
+    if format == "E8M0":
+        return power_of_two(codes.int() - 127)
+    table = numbers_of_codes(format)
+    return table[codes.long()]
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Powers of two in float32; NaN for the code 255 of E8M0, whose exponent is 128."""
+    powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents)
+    return torch.where(exponents.abs() == 128, math.nan, powers).float()
+
+
+def nearest(numbers: Tensor, name: str) -> Tensor:
+    """The place of the nearest magnitude of a format, of the even one of two."""
+    numbers = numbers.contiguous()
+    places = torch.bucketize(numbers, middles(name))
+    tie = numbers == middles(name)[places.clamp(max=len(middles(name)) - 1)]
+    return places + (tie & (places % 2 == 1))
+
+
+def below(numbers: Tensor, name: str) -> Tensor:
+    """The place of the largest magnitude of a format that is not larger."""
+    return torch.bucketize(numbers.contiguous(), magnitudes(name), right=True) - 1
