@@ -247,6 +247,7 @@ def test_groups_of_compressed_tensors() -> None:
     assert second["weights"]["block_structure"] == [128, 128]
     assert first["input_activations"]["strategy"] == "token"
     assert first["input_activations"]["dynamic"] is True
+    assert first["weights"]["dynamic"] is False
 
 
 def test_shards_their_index_and_contracts(tmp_path: Path) -> None:

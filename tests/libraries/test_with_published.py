@@ -11,9 +11,11 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import ottava
 from benchmarks import published
+from ottava.cli.main import app
 from ottava_integrations import (
     ServedRecipe,
     check_export,
@@ -249,6 +251,25 @@ def test_what_is_trained_is_what_is_served(format: str, dtype: torch.dtype, tmp_
         ours, theirs = (each.eval()(TOKENS).logits for each in (model, server))
     assert torch.equal(ours, theirs)
     assert check_export(model, tmp_path / "out").is_equal
+
+
+def test_the_command_exports_and_verifies_a_folder(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+    arguments = [str(source), str(tmp_path / "out"), "--to", "fp8", "--verify"]
+    done = CliRunner().invoke(app, ["export", *arguments])
+    assert done.exit_code == 0, done.output
+    assert "decodes 7 of 7 weights to the same values" in done.output
+    assert "ottava verify recognizes 7 of 7 weights" in done.output
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["hidden_size"] == 256
+    assert config["quantization_config"]["quant_method"] == "fp8"
 
 
 def test_experts_in_one_parameter_get_values(tmp_path: Path) -> None:

@@ -73,6 +73,10 @@ SAID: tuple[tuple[Json, dict[str, str]], ...] = (
         compressed(group(CHANNEL), format="naive-quantized"),
         {"a": "naive-quantized, channel; inputs in high precision"},
     ),
+    (
+        compressed(group(MXFP8, MXFP8 | {"dynamic": True})),
+        {"a": "mxfp8-quantized, group; inputs with a scale for each group"},
+    ),
     (compressed(group(MXFP8)), {"a": "mxfp8-quantized, group; inputs in high precision"}),
     (
         compressed(group(NVFP4, NVFP4 | {"dynamic": "local"})),
@@ -161,6 +165,7 @@ REFUSED: tuple[tuple[Json, str], ...] = (
     (compressed(group(weights(strategy="channel", type="int"))), "int/8/channel/None"),
     (compressed(group(CHANNEL | {"symmetric": False})), "weights of"),
     (compressed(group(CHANNEL, weights(strategy="token", type="int"))), "inputs of 'int/8/token"),
+    (compressed(group(MXFP8, MXFP8 | {"num_bits": 4})), "inputs of 'float/4/group/32'"),
     (compressed(group(CHANNEL), format="pack-quantized"), "format 'pack-quantized'"),
     (compressed(group(CHANNEL, None, ("b",))), "'a', and the configuration says nothing of it"),
     (compressed(group(CHANNEL), ignore=["a"]), "says that it is in high precision"),
