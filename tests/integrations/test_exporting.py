@@ -317,6 +317,33 @@ def test_companions_are_written_again(tmp_path: Path) -> None:
         assert same(again[name], tensor), name
 
 
+@pytest.mark.parametrize("grain", ["channel", "tensor", "block"])
+def test_scales_of_others_become_those_that_the_file_holds(grain: str, tmp_path: Path) -> None:
+    """A weight with any BF16 scales keeps them until it is written to."""
+    scheme = scheme_of("float-quantized", grain)
+    net = ottava.convert(model(), scheme.exports_as.make(), exclude="lm_head", primary=True)
+    export_model(net, tmp_path / "out", "float-quantized")
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["up.weight_scale"] = tensors["up.weight_scale"] * 1.3
+    writing.save_file(tensors, path, {"format": "pt"})
+    loaded = model()
+    load_quantized(loaded, tmp_path / "out")
+    again = export_model(loaded, tmp_path / "again", "float-quantized")
+    assert same(
+        load_file(tmp_path / "again" / "model.safetensors")["up.weight_scale"],
+        tensors["up.weight_scale"],
+    )
+    # Nobody says by which contract another tool made its bytes.
+    assert again.layers["up"].citation == ""
+    with torch.no_grad():
+        loaded.up.weight.mul_(1.1)
+    written = export_model(loaded, tmp_path / "written", "float-quantized")
+    scale = load_file(tmp_path / "written" / "model.safetensors")["up.weight_scale"]
+    assert bool((torch.frexp(scale.float()).mantissa == 0.5).all())
+    assert written.layers["up"].citation.startswith("ottava:")
+
+
 def test_readers_find_the_values_of_modelopt(tmp_path: Path) -> None:
     for format in ("modelopt-fp8", "modelopt-nvfp4"):
         net = model()

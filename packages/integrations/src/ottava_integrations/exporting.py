@@ -5,11 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
+from ottava.checkpoint import contracts
 from ottava.contract import Contract
 from ottava.nn.conversion import Filter
 from ottava.recipes import Recipe
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
-from ottava_integrations.formats import Scheme, companions_of, published_tensors
+from ottava_integrations.formats import (
+    Scheme,
+    companions_of,
+    is_as_published,
+    published_tensors,
+)
 from ottava_integrations.names import file_tensors
 from ottava_integrations.planning import Item, Plan, Source, plan_export
 
@@ -178,14 +184,13 @@ def _quantized(
 
 
 def contract_of(item: Item, source: Source) -> Contract | None:
-    """The contract of the bytes of a layer; None where nothing states it."""
+    """The contract of the bytes of a layer; None where nothing states it, as of bytes that another
+    tool has published."""
     if source.quantizer is not None:
         return source.quantizer.contract
     weight = item.tensor
     assert isinstance(weight, QuantizedTensorStorage)
-    if weight.saved_contract is not None or weight._quantizer is None:
-        return weight.saved_contract
-    return weight._quantizer.contract
+    return None if is_as_published(item.module) else contracts.contract_of(weight)
 
 
 def citation_of(item: Item, source: Source) -> str:

@@ -5,7 +5,12 @@
 - ``companions``: what a file holds of a layer besides.
 """
 
-from ottava_integrations.formats.companions import Companions, attach, companions_of
+from ottava_integrations.formats.companions import (
+    Companions,
+    attach,
+    companions_of,
+    is_as_published,
+)
 from ottava_integrations.formats.schemes import (
     FORMATS,
     SCHEMES,
@@ -33,6 +38,7 @@ __all__ = [
     "Scheme",
     "attach",
     "companions_of",
+    "is_as_published",
     "published_tensors",
     "quantized_weight",
     "scheme_of",

@@ -233,7 +233,8 @@ def quantized_weight(
         scheme: of the format.
         dtype: of the layer's values.
         name: of the layer, for errors and recipes with rules.
-        recipe: its quantizer of weights becomes that of the tensor; None for the scheme's own.
+        recipe: its quantizer of weights becomes that of the tensor; None for the scheme's own,
+            which makes scales that a file can hold when the weight is written to.
 
     Raises:
         CheckpointError: a tensor is missing, or has another dtype or shape, or scales that are no
@@ -257,9 +258,10 @@ def quantized_weight(
             f"has shape {tuple(scales.shape)}",
             f"{scheme.scale_shape(shape)} for data of {tuple(data.shape)}",
         )
+    later = recipe
     if recipe is None:
-        choice = scheme.exports_as if _are_powers(scales) else scheme.loads_as
-        recipe = choice.make(backward="dequantized")
+        recipe = (scheme.exports_as if _are_powers(scales) else scheme.loads_as).make()
+        later = scheme.exports_as.make()
     quantizer = _quantizer_of(recipe, scheme, name)
     layout = quantizer.layout
     stored = _stored_scales(scales, layout, name, names.scales)
@@ -273,6 +275,9 @@ def quantized_weight(
     side = Side(values, stored.contiguous(), layout.text, amax=amax)
     result = quantizer.storage_of(Operand(side, None, quantizer, dtype, torch.Size(shape)))
     assert isinstance(result, QuantizedTensor)
+    assert later is not None
+    # What an optimizer, or a merged adapter, makes of the weight has scales that the file can hold.
+    result.update_quantizer(_quantizer_of(later, scheme, name))
     return result
 
 
