@@ -6,7 +6,7 @@ import jinja2
 
 from ottava.cli.files import FileKind
 from ottava_verify.report import Report
-from ottava_verify.terminal import of_finding, share
+from ottava_verify.terminal import departing, of_finding
 
 _HEAD = rb"(?is)<!doctype html>.*?<title>ottava verify [^<]*</title>"
 PAGE = FileKind("page of `ottava verify`", re.compile(_HEAD))
@@ -23,4 +23,4 @@ def page(report: Report) -> str:
         undefined=jinja2.StrictUndefined,
     )
     template = environment.get_template("page.html")
-    return template.render(report=report, of_finding=of_finding, share=share)
+    return template.render(report=report, of_finding=of_finding, departing=departing)

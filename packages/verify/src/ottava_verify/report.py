@@ -110,18 +110,4 @@ class Report:
 
     def value(self) -> dict[str, Any]:
         """The report as a JSON value."""
-        findings = [
-            asdict(finding)
-            | {
-                "agreement": finding.agreement and finding.agreement._asdict(),
-                "nearest_agreement": finding.nearest_agreement
-                and finding.nearest_agreement._asdict(),
-            }
-            for finding in self.findings
-        ]
-        return {
-            "subject": self.subject,
-            "against": self.against,
-            "status": self.status,
-            "findings": findings,
-        }
+        return asdict(self) | {"status": self.status}

@@ -7,7 +7,8 @@ all are named. Where none does, the nearest one is reported, with how much of it
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -68,30 +69,37 @@ class Case:
         return has_seed and (self.scale is not None or not takes_scale(steps))
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """How much agrees: numbers of elements, of scales, of second levels, and of whole cases."""
 
-    elements: int
-    equal_elements: int
-    scales: int
-    equal_scales: int
+    elements: int = 0
+    equal_elements: int = 0
+    scales: int = 0
+    equal_scales: int = 0
     levels: int = 0
     equal_levels: int = 0
     cases: int = 0
     equal_cases: int = 0
 
-    def __add__(self, other: "Agreement") -> "Agreement":  # type: ignore[override]
-        return Agreement(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: "Agreement") -> "Agreement":
+        return Agreement(*map(add, astuple(self), astuple(other)))
 
     @property
     def is_exact(self) -> bool:
         """Whether all bytes agree."""
-        return self[0::2] == self[1::2]
+        counts = astuple(self)
+        return counts[0::2] == counts[1::2]
+
+    @property
+    def all_scales(self) -> tuple[int, int]:
+        """How many scales and second levels there are, and how many of them are equal."""
+        return self.scales + self.levels, self.equal_scales + self.equal_levels
 
     @property
     def shares(self) -> tuple[float, float]:
         """The shares of equal scales, second levels among them, and of equal elements."""
-        scales, equal = self.scales + self.levels, self.equal_scales + self.equal_levels
+        scales, equal = self.all_scales
         return equal / max(scales, 1), self.equal_elements / max(self.elements, 1)
 
 
@@ -229,7 +237,7 @@ def _laid_out(
 
 def agreement(named: Named, turns: tuple[Turn, ...], cases: Iterable[Case]) -> Agreement | None:
     """How much of all cases agrees; None where one of them cannot be compared."""
-    total = Agreement(0, 0, 0, 0)
+    total = Agreement()
     for case in cases:
         compared = compare(named, turns, case)
         if compared is None:

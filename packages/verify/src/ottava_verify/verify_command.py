@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -67,12 +67,15 @@ def verify(
     check_outputs(outputs, (SUBJECT, OTHER, source), force)
     if usage not in ("rowwise", "columnwise"):
         raise OptionError(f"--usage {usage!r}", expected="rowwise or columnwise")
+    options: dict[str, Any] = {"options": parse_options(option or [])}
+    if role is not None:
+        options["role"] = role
     if OTHER is not None:
         report = _pair(SUBJECT, OTHER, contract, source)
     elif Path(SUBJECT).exists():
-        report = _checkpoint(SUBJECT, source, contract, role, option)
+        report = _checkpoint(SUBJECT, source, contract=contract, **options)
     else:
-        report = _function(SUBJECT, contract, role, usage, option, numpy)
+        report = _function(SUBJECT, contract, usage=usage, as_numpy=numpy, **options)
     _show(report)
     if json_file is not None:
         write_text(json_file, json.dumps(plain(report.value()), indent=1))
@@ -95,13 +98,7 @@ def _pair(one: str, other: str, contract: str | None, source: Path | None) -> "R
     return verify_checkpoints(one, other)
 
 
-def _checkpoint(
-    checkpoint: str,
-    source: Path | None,
-    contract: str | None,
-    role: str | None,
-    options: _Texts,
-) -> "Report":
+def _checkpoint(checkpoint: str, source: Path | None, **options: Any) -> "Report":
     from ottava_verify.verifying import verify_checkpoint
 
     if source is None:
@@ -110,23 +107,10 @@ def _checkpoint(
             expected="the checkpoint in high precision that it was made of",
             remedy="or another checkpoint to compare it with",
         )
-    return verify_checkpoint(
-        checkpoint,
-        source,
-        contract=contract,
-        role=role or "weight",
-        options=parse_options(options or []),
-    )
+    return verify_checkpoint(checkpoint, source, **options)
 
 
-def _function(
-    reference: str,
-    contract: str | None,
-    role: str | None,
-    usage: str,
-    options: _Texts,
-    as_numpy: bool,
-) -> "Report":
+def _function(reference: str, contract: str | None, **options: Any) -> "Report":
     from ottava.cli.references import resolve
     from ottava_verify.verifying import verify_function
 
@@ -136,15 +120,8 @@ def _function(
             expected="a recipe, for a function; or the path of a checkpoint that exists",
             remedy="`ottava recipes` lists recipes",
         )
-    return verify_function(
-        resolve("SUBJECT", reference),
-        contract,
-        role=role or "input",
-        usage="columnwise" if usage == "columnwise" else "rowwise",
-        options=parse_options(options or []),
-        as_numpy=as_numpy,
-        name=reference,
-    )
+    function = resolve("SUBJECT", reference)
+    return verify_function(function, contract, name=reference, **options)
 
 
 def _show(report: "Report") -> None:

@@ -81,16 +81,13 @@ def _repeated(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     return replace(stored, scales=first.view(1, 1))
 
 
-#: Sentence and view of each, by name.
-VIEWS: dict[str, tuple[str, View]] = {
-    "scales-padded": ("scales are padded to tiles of 128 x 4", _padded),
-    "scales-swizzled": (
-        "scales are padded to tiles of 128 x 4 and in the order that products of GPUs read",
-        _swizzled,
-    ),
-    "scales-transposed": ("scales are transposed", _scales_transposed),
-    "data-transposed": ("data are transposed", _data_transposed),
-    "scales-as-numbers": ("scales are stored as float32, not as codes", _as_codes),
-    "scales-as-codes": ("scales are stored as codes of E8M0, not as float32", _as_numbers),
-    "scales-repeated": ("the one scale of the tensor is stored many times", _repeated),
+#: By the names that the turns have in ``turns.toml``.
+VIEWS: dict[str, View] = {
+    "scales-padded": _padded,
+    "scales-swizzled": _swizzled,
+    "scales-transposed": _scales_transposed,
+    "data-transposed": _data_transposed,
+    "scales-as-numbers": _as_codes,
+    "scales-as-codes": _as_numbers,
+    "scales-repeated": _repeated,
 }
