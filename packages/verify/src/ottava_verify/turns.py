@@ -18,8 +18,7 @@ from ottava.formats import IntegerFormat
 from ottava_verify.formats import format_of
 from ottava_verify.interpretation import Interpretation
 from ottava_verify.steps import Steps
-from ottava_verify.views import VIEWS, View
-from ottava_verify.ways import FAMILIES, WAYS, Way
+from ottava_verify.ways import FAMILIES, VIEWS, WAYS, View, Way
 
 # Steps of the contract that a turn replaces as a whole.
 _WHOLE = ("transform", "second_level", "candidates", "random")

@@ -11,7 +11,7 @@ from ottava.cli.output import console, parse_options, plain, say
 from ottava.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
-    from ottava_verify.report import Report
+    from ottava_verify.finding import Report
 
 _Texts = list[str] | None
 
@@ -61,9 +61,9 @@ def verify(
 
     The exit status is 0 if all bytes are equal, 1 if some depart, and 2 if they cannot be compared.
     """
-    from ottava_verify import page
+    from ottava_verify import output
 
-    outputs = (Output("--json", json_file, page.JSON), Output("--html", html, page.PAGE))
+    outputs = (Output("--json", json_file, output.JSON), Output("--html", html, output.PAGE))
     check_outputs(outputs, (SUBJECT, OTHER, source), force)
     if usage not in ("rowwise", "columnwise"):
         raise OptionError(f"--usage {usage!r}", expected="rowwise or columnwise")
@@ -80,7 +80,7 @@ def verify(
     if json_file is not None:
         write_text(json_file, json.dumps(plain(report.value()), indent=1))
     if html is not None:
-        write_text(html, page.page(report))
+        write_text(html, output.page(report))
     for path in filter(None, (json_file, html)):
         say(f"Written: {path}")
     raise typer.Exit(report.exit_status)
@@ -125,7 +125,7 @@ def _function(reference: str, contract: str | None, **options: Any) -> "Report":
 
 
 def _show(report: "Report") -> None:
-    from ottava_verify.terminal import examples, sentences, summary
+    from ottava_verify.output import examples, sentences, summary
 
     console().print(summary(report))
     for sentence in sentences(report):

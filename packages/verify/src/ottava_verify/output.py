@@ -1,11 +1,13 @@
-"""The report of ``ottava verify`` in a terminal."""
+"""The report of ``ottava verify`` in a terminal, and as a page that requests nothing else."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from ottava.cli.files import FileKind
 from ottava.cli.output import grouped, table
-from ottava_verify.report import Example, Finding, Report
+from ottava_verify.finding import Example, Finding, Report
 from ottava_verify.search import Agreement
 
 # More names and causes than these are in the other outputs.
@@ -120,3 +122,26 @@ def example_line(example: Example) -> str:
         f"  {example.kind} at [{example.row}, {example.column}] of {example.case}, "
         f"{example.value:.9g}: contract {example.expected}, found {example.found}"
     )
+
+
+# Files.
+
+_HEAD = rb"(?is)<!doctype html>.*?<title>ottava verify [^<]*</title>"
+PAGE = FileKind("page of `ottava verify`", re.compile(_HEAD))
+JSON = FileKind("JSON report of `ottava verify`", re.compile(rb'\{\s*"subject":\s*"'))
+
+
+def page(report: Report) -> str:
+    """The page; every text in it is escaped."""
+    # The terminal needs no templates.
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    template = environment.get_template("page.html")
+    return template.render(report=report, of_finding=of_finding, departing=departing)
