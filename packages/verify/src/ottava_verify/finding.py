@@ -26,7 +26,6 @@ from ottava_verify.search import (
     Comparison,
     Explanation,
     Result,
-    agreement,
     compare,
     match,
 )
@@ -181,23 +180,24 @@ def finding(name: str, cases: Sequence[Case], result: Result, expected: Named) -
         name: of the function or the tensor.
         expected: the contract that the bytes should have.
     """
-    agrees = agreement(expected, (), cases)
+    stated = Explanation(expected)
+    agrees = stated.of(cases).agreement
     found = Finding(name, "departs", expected.name, expected.citation, agrees)
     if agrees is None and not result.exact:
         found = replace(found, note=_shapes(expected, cases))
     if agrees is not None:
         if agrees.is_exact:
             return replace(found, status="equal")
-        found = replace(found, **_departures([_compared(expected, case) for case in cases]))
+        found = replace(found, **_departures([_compared(stated, case) for case in cases]))
     exact = [each for each in result.exact if each.named == expected] or result.exact
     causes = tuple(_clauses(explanation, expected) for explanation in exact)
     return replace(found, causes=causes, **_nearest(result.nearest, agrees, cases))
 
 
-def _compared(named: Named, case: Case) -> tuple[str, Comparison]:
-    compared = compare(named, (), case)
+def _compared(explanation: Explanation, case: Case) -> Comparison:
+    compared = compare(explanation, case)
     assert compared is not None
-    return case.name, compared
+    return compared
 
 
 def _clauses(explanation: Explanation, expected: Named) -> tuple[str, ...]:
@@ -229,8 +229,7 @@ def _is_random(nearest: Explanation, cases: Sequence[Case]) -> bool:
         return False
     steps: list[Tensor] = []
     for case in cases:
-        compared = compare(nearest.named, nearest.turns, case)
-        assert compared is not None
+        compared = _compared(nearest, case)
         element = compared.steps.element
         if compared.steps.random is not None or isinstance(
             format_of(element.format), IntegerFormat
@@ -248,14 +247,14 @@ def _is_random(nearest: Explanation, cases: Sequence[Case]) -> bool:
 # Where bytes depart.
 
 
-def _departures(compared: Sequence[tuple[str, Comparison]]) -> dict[str, Any]:
+def _departures(compared: Sequence[Comparison]) -> dict[str, Any]:
     """The kinds of elements that depart, the first ones, and the error of decoded values."""
     kinds: Counter[str] = Counter()
     examples: list[Example] = []
     errors, values = 0.0, 0.0
-    for case, each in compared:
+    for each in compared:
         kinds.update(_kinds(each))
-        examples += _examples(each, case, EXAMPLES - len(examples))
+        examples += _examples(each, EXAMPLES - len(examples))
         expected, stored = _decoded(each)
         usual = expected.isfinite() & stored.isfinite()
         errors += float((stored - expected)[usual].square().sum())
@@ -286,7 +285,7 @@ def _kinds(compared: Comparison) -> Counter[str]:
     return counts
 
 
-def _examples(compared: Comparison, case: str, most: int) -> Iterator[Example]:
+def _examples(compared: Comparison, most: int) -> Iterator[Example]:
     """The first scales and elements that depart, half of each where there are both."""
     values = compared.held(compared.made.values)
     grid, name = compared.grid, compared.steps.element.format
@@ -297,13 +296,13 @@ def _examples(compared: Comparison, case: str, most: int) -> Iterator[Example]:
         row, column = (at * (side or 0) for at, side in zip(place, grid.block, strict=True))
         at = tuple(place)
         texts = [_scale(part[at]) for part in (compared.parts["scales"], compared.stored.scales)]
-        yield Example("scale", case, row, column, float(amaxes[at]), *texts)
+        yield Example("scale", compared.case, row, column, float(amaxes[at]), *texts)
     for row, column in elements[: most - len(scales)]:
         texts = [
             _element(int(codes[row, column]), name)
             for codes in (compared.codes, compared.stored_codes)
         ]
-        yield Example("element", case, row, column, float(values[row, column]), *texts)
+        yield Example("element", compared.case, row, column, float(values[row, column]), *texts)
 
 
 def _scale(scale: Tensor) -> str:
@@ -332,7 +331,7 @@ def _decoded(compared: Comparison) -> list[Tensor]:
 
 def _shapes(named: Named, cases: Sequence[Case]) -> str:
     """The shapes and dtypes of the first case that differ from those of the contract."""
-    case = next(case for case in cases if compare(named, (), case) is None)
+    case = next(case for case in cases if compare(Explanation(named), case) is None)
     steps, stored = named.steps, case.stored
     expected = shapes_of(steps, named.usage, case.shape)
     dtype = str(stored.scales.dtype).removeprefix("torch.")

@@ -103,6 +103,67 @@ class Agreement:
         return equal / max(scales, 1), self.equal_elements / max(self.elements, 1)
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """A contract with wrong turns, and how much of given bytes it reproduces; None where shapes or
+    dtypes differ."""
+
+    named: Named
+    turns: tuple[Turn, ...] = ()
+    agreement: Agreement | None = None
+
+    @property
+    def key(self) -> object:
+        """Equal for the same turns of the same contract."""
+        return frozenset(self.turns), self.named
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it reproduces all bytes."""
+        return self.agreement is not None and self.agreement.is_exact
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether a turn takes what was stored for right, and so explains too much."""
+        return any(turn.takes_stored for turn in self.turns)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What the bytes were made with, other than the contract says."""
+        return tuple(turn.says for turn in self.turns)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The shares of equal scales and of equal elements."""
+        return self.agreement.shares if self.agreement else (0.0, 0.0)
+
+    @property
+    def score(self) -> tuple[float, int]:
+        """The larger, the nearer."""
+        return sum(self.shares), -len(self.turns)
+
+    def of(self, cases: Iterable[Case]) -> "Explanation":
+        """With how much of some cases it reproduces."""
+        total = Agreement()
+        for case in cases:
+            compared = compare(self, case)
+            if compared is None:
+                return replace(self, agreement=None)
+            total += compared.agreement
+        return replace(self, agreement=total)
+
+    def turned(
+        self, cases: Sequence[Case], table: Sequence[Turn] = TURNS
+    ) -> Iterator["Explanation"]:
+        """The explanation with one more turn, wherever that changes what agrees."""
+        taken = {turn.step for turn in self.turns}
+        for turn in table:
+            if turn.step not in taken:
+                more = Explanation(self.named, (*self.turns, turn)).of(cases)
+                if more.is_exact or more.agreement != self.agreement:
+                    yield more
+
+
 # One comparison.
 
 
@@ -112,11 +173,13 @@ class Comparison:
     Matrices of elements are those of the held matrix, which is the tensor or its transpose.
 
     Args:
+        case: the name of the case.
         made: the interpretation of the case, or of its window.
         stored: of the same rows and columns, as the contract would store it.
     """
 
-    def __init__(self, made: Interpretation, stored: Stored) -> None:
+    def __init__(self, case: str, made: Interpretation, stored: Stored) -> None:
+        self.case = case
         self.made = made
         self.stored = stored
         self.steps = made.steps
@@ -191,11 +254,12 @@ def _differs(one: Tensor, other: Tensor) -> Tensor:
     return differs & ~(one.isnan() & other.isnan())
 
 
-def compare(named: Named, turns: tuple[Turn, ...], case: Case) -> Comparison | None:
+def compare(explanation: Explanation, case: Case) -> Comparison | None:
     """A contract with some turns beside a case; None where shapes or dtypes differ.
 
     Bytes are computed when they are read.
     """
+    named, turns = explanation.named, explanation.turns
     steps: Steps | None = named.steps
     for turn in turns:
         if steps is not None:
@@ -219,9 +283,9 @@ def compare(named: Named, turns: tuple[Turn, ...], case: Case) -> Comparison | N
         levels = levels_of(stored, made)
         if levels is None:
             return None
-        if any(turn.takes_stored for turn in turns):
+        if explanation.takes_stored:
             made.levels = levels
-    return Comparison(made, stored)
+    return Comparison(case.name, made, stored)
 
 
 def _laid_out(
@@ -233,17 +297,6 @@ def _laid_out(
         if turn.view is not None and seen is not None:
             seen = turn.view(seen, shapes, steps.scale.format)
     return None if seen is None else fitted(seen, shapes)
-
-
-def agreement(named: Named, turns: tuple[Turn, ...], cases: Iterable[Case]) -> Agreement | None:
-    """How much of all cases agrees; None where one of them cannot be compared."""
-    total = Agreement()
-    for case in cases:
-        compared = compare(named, turns, case)
-        if compared is None:
-            return None
-        total += compared.agreement
-    return total
 
 
 # Parts of large matrices.
@@ -293,55 +346,6 @@ def _in_blocks(window: tuple[slice, slice], block: Sides) -> tuple[slice, slice]
 
 
 # The search.
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A contract with wrong turns, and how much of given bytes it reproduces; None where shapes or
-    dtypes differ."""
-
-    named: Named
-    turns: tuple[Turn, ...] = ()
-    agreement: Agreement | None = None
-
-    @property
-    def key(self) -> object:
-        """Equal for the same turns of the same contract."""
-        return frozenset(self.turns), self.named
-
-    @property
-    def takes_stored(self) -> bool:
-        """Whether a turn takes what was stored for right, and so explains too much."""
-        return any(turn.takes_stored for turn in self.turns)
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """What the bytes were made with, other than the contract says."""
-        return tuple(turn.says for turn in self.turns)
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """The shares of equal scales and of equal elements."""
-        return self.agreement.shares if self.agreement else (0.0, 0.0)
-
-    @property
-    def score(self) -> tuple[float, int]:
-        """The larger, the nearer."""
-        return sum(self.shares), -len(self.turns)
-
-    def of(self, cases: Iterable[Case]) -> "Explanation":
-        """With how much of some cases it reproduces."""
-        return replace(self, agreement=agreement(self.named, self.turns, cases))
-
-    def turned(self, cases: Sequence[Case], table: Sequence[Turn] = TURNS) -> Iterator[Any]:
-        """The explanation with one more turn, wherever that changes what agrees."""
-        taken = {turn.step for turn in self.turns}
-        for turn in table:
-            if turn.step not in taken:
-                more = Explanation(self.named, (*self.turns, turn)).of(cases)
-                is_exact = more.agreement is not None and more.agreement.is_exact
-                if is_exact or more.agreement != self.agreement:
-                    yield more
 
 
 class Result(NamedTuple):
@@ -404,13 +408,13 @@ def _exact(found: Sequence[Explanation], cases: Sequence[Case]) -> tuple[Explana
     or of all contracts if they need no turn."""
     exact: dict[object, Explanation] = {}
     for explanation in found:
-        if explanation.agreement is None or not explanation.agreement.is_exact:
+        if not explanation.is_exact:
             continue
         first = next(iter(exact.values()), explanation)
         if explanation.turns and explanation.named != first.named:
             continue
         whole = explanation.of(cases)
-        if whole.agreement is not None and whole.agreement.is_exact:
+        if whole.is_exact:
             exact.setdefault(whole.key, whole)
     return tuple(exact.values())[:_REPORTED]
 

@@ -209,7 +209,7 @@ class _Search:
     def kind(self) -> object:
         """Equal for tensors that were probably made alike."""
         stored = self.case.stored
-        fits = tuple(compare(start.named, (), self.part) is not None for start in self.starts)
+        fits = tuple(compare(start, self.part) is not None for start in self.starts)
         forms = stored.scales.dtype, stored.level is None, self.stated
         return self.tensor.format, self.tensor.usage, forms, fits
 
