@@ -35,9 +35,9 @@ from ottava_verify.checkpoints import quantized_tensors
 from ottava_verify.contracts import Named, contracts_of_recipes, resolve_contract
 from ottava_verify.functions import Input, read
 from ottava_verify.inputs import outliers
+from ottava_verify.output import sentences
 from ottava_verify.search import Case, Explanation, match
 from ottava_verify.stored import Stored
-from ottava_verify.terminal import sentences
 from tests.comparing import assert_same
 from tests.verify import planted
 from tests.verify.numbers import quotient

@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,19 +19,128 @@ from ottava_verify.formats import (
     numbers_of_codes,
     numbers_of_scales,
 )
-from ottava_verify.report import Example, Finding
 from ottava_verify.search import (
+    MOST_TURNS,
     Agreement,
     Case,
     Comparison,
     Explanation,
     Result,
-    agreement,
     compare,
     match,
 )
 from ottava_verify.steps import Grid
 from ottava_verify.stored import shapes_of
+
+Status = Literal["equal", "departs", "not compared"]
+#: Exit statuses of the command.
+EXIT: dict[Status, int] = {"equal": 0, "departs": 1, "not compared": 2}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One element or scale that departs.
+
+    Attributes:
+        kind: ``"element"`` or ``"scale"``.
+        case: the input, or empty.
+        row, column: of the matrix; of a scale's block, its first element.
+        value: the input there; of a scale, the amax of its block.
+        expected, found: bytes or numbers, as texts.
+    """
+
+    kind: str
+    case: str
+    row: int
+    column: int
+    value: float
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one function, of one input of it, or of one tensor.
+
+    Attributes:
+        name: of the function or the tensor.
+        status: whether all bytes are those of the contract.
+        contract: what it was compared with, in words.
+        citation: of that contract; empty where it is none of a recipe.
+        agreement: how much agrees with the contract; None where shapes or dtypes differ.
+        causes: each explains all bytes, as clauses that hold together. Several of them cannot be
+            told apart on these data.
+        nearest: without causes, the clauses of what reproduces the most bytes, if that is more than
+            the contract does.
+        nearest_agreement: how much that reproduces.
+        kinds: how many elements depart, by what their inputs are.
+        examples: the first ones that depart.
+        error: of decoded values, the root of the mean square relative to that of the values that
+            the contract gives; None where it is not known.
+        scope: which inputs the causes explain, where they do not explain all.
+        errors: inputs on which the function failed, with its errors. Of those that are made of
+            whole blocks each makes the function depart; others may be refused.
+        note: why it cannot be compared, or what else is to be known.
+    """
+
+    name: str
+    status: Status
+    contract: str = ""
+    citation: str = ""
+    agreement: Agreement | None = None
+    causes: tuple[tuple[str, ...], ...] = ()
+    nearest: tuple[str, ...] = ()
+    nearest_agreement: Agreement | None = None
+    kinds: dict[str, int] = field(default_factory=dict)
+    examples: tuple[Example, ...] = ()
+    error: float | None = None
+    scope: str = ""
+    errors: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of one comparison.
+
+    Attributes:
+        subject: what was looked at.
+        against: what it was compared with.
+        findings: one for each function or tensor.
+    """
+
+    subject: str
+    against: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def status(self) -> Status:
+        """``"departs"`` if anything does, else ``"not compared"`` if anything was not, or nothing
+        was found."""
+        found = {finding.status for finding in self.findings}
+        if "departs" in found:
+            return "departs"
+        return "equal" if found == {"equal"} else "not compared"
+
+    @property
+    def exit_status(self) -> int:
+        """0 equal, 1 departs, 2 cannot be compared."""
+        return EXIT[self.status]
+
+    def groups(self) -> dict[tuple[object, ...], list[Finding]]:
+        """Findings that say the same of tensors with other names."""
+        groups: dict[tuple[object, ...], list[Finding]] = {}
+        for finding in self.findings:
+            key = finding.status, finding.contract, finding.causes, finding.nearest, finding.note
+            groups.setdefault(key, []).append(finding)
+        return groups
+
+    def value(self) -> dict[str, Any]:
+        """The report as a JSON value."""
+        return asdict(self) | {"status": self.status}
+
+
+# How findings are made.
 
 #: How many examples a finding has.
 EXAMPLES = 10
@@ -51,16 +160,12 @@ def finding_of_function(
         others: contracts that they may have instead.
     """
     usual = [case for case in cases if case.is_usual] or cases
-    stated = [Explanation(expected)]
+    stated, known = [Explanation(expected)], [Explanation(each) for each in others]
     result = match(cases, stated, most_turns=0)
-    if result.exact:
-        return finding(name, cases, result, expected)
-    result = match(usual, stated, most_turns=1)
+    for starts, most_turns in ((stated, 1), (known, 0), (stated, MOST_TURNS)):
+        if not result.exact:
+            result = match(usual, starts, most_turns=most_turns)
     if not result.exact:
-        result = match(usual, map(Explanation, others), most_turns=0)
-    if not result.exact:
-        result = match(usual, stated)
-    if not result.exact or len(usual) == len(cases):
         return finding(name, cases, result, expected)
     everything = match(cases, result.exact, most_turns=2)
     if everything.exact:
@@ -75,23 +180,24 @@ def finding(name: str, cases: Sequence[Case], result: Result, expected: Named) -
         name: of the function or the tensor.
         expected: the contract that the bytes should have.
     """
-    agrees = agreement(expected, (), cases)
+    stated = Explanation(expected)
+    agrees = stated.of(cases).agreement
     found = Finding(name, "departs", expected.name, expected.citation, agrees)
     if agrees is None and not result.exact:
         found = replace(found, note=_shapes(expected, cases))
     if agrees is not None:
         if agrees.is_exact:
             return replace(found, status="equal")
-        found = replace(found, **_departures([_compared(expected, case) for case in cases]))
+        found = replace(found, **_departures([_compared(stated, case) for case in cases]))
     exact = [each for each in result.exact if each.named == expected] or result.exact
     causes = tuple(_clauses(explanation, expected) for explanation in exact)
     return replace(found, causes=causes, **_nearest(result.nearest, agrees, cases))
 
 
-def _compared(named: Named, case: Case) -> tuple[str, Comparison]:
-    compared = compare(named, (), case)
+def _compared(explanation: Explanation, case: Case) -> Comparison:
+    compared = compare(explanation, case)
     assert compared is not None
-    return case.name, compared
+    return compared
 
 
 def _clauses(explanation: Explanation, expected: Named) -> tuple[str, ...]:
@@ -123,8 +229,7 @@ def _is_random(nearest: Explanation, cases: Sequence[Case]) -> bool:
         return False
     steps: list[Tensor] = []
     for case in cases:
-        compared = compare(nearest.named, nearest.turns, case)
-        assert compared is not None
+        compared = _compared(nearest, case)
         element = compared.steps.element
         if compared.steps.random is not None or isinstance(
             format_of(element.format), IntegerFormat
@@ -142,14 +247,14 @@ def _is_random(nearest: Explanation, cases: Sequence[Case]) -> bool:
 # Where bytes depart.
 
 
-def _departures(compared: Sequence[tuple[str, Comparison]]) -> dict[str, Any]:
+def _departures(compared: Sequence[Comparison]) -> dict[str, Any]:
     """The kinds of elements that depart, the first ones, and the error of decoded values."""
     kinds: Counter[str] = Counter()
     examples: list[Example] = []
     errors, values = 0.0, 0.0
-    for case, each in compared:
+    for each in compared:
         kinds.update(_kinds(each))
-        examples += _examples(each, case, EXAMPLES - len(examples))
+        examples += _examples(each, EXAMPLES - len(examples))
         expected, stored = _decoded(each)
         usual = expected.isfinite() & stored.isfinite()
         errors += float((stored - expected)[usual].square().sum())
@@ -180,7 +285,7 @@ def _kinds(compared: Comparison) -> Counter[str]:
     return counts
 
 
-def _examples(compared: Comparison, case: str, most: int) -> Iterator[Example]:
+def _examples(compared: Comparison, most: int) -> Iterator[Example]:
     """The first scales and elements that depart, half of each where there are both."""
     values = compared.held(compared.made.values)
     grid, name = compared.grid, compared.steps.element.format
@@ -191,13 +296,13 @@ def _examples(compared: Comparison, case: str, most: int) -> Iterator[Example]:
         row, column = (at * (side or 0) for at, side in zip(place, grid.block, strict=True))
         at = tuple(place)
         texts = [_scale(part[at]) for part in (compared.parts["scales"], compared.stored.scales)]
-        yield Example("scale", case, row, column, float(amaxes[at]), *texts)
+        yield Example("scale", compared.case, row, column, float(amaxes[at]), *texts)
     for row, column in elements[: most - len(scales)]:
         texts = [
             _element(int(codes[row, column]), name)
             for codes in (compared.codes, compared.stored_codes)
         ]
-        yield Example("element", case, row, column, float(values[row, column]), *texts)
+        yield Example("element", compared.case, row, column, float(values[row, column]), *texts)
 
 
 def _scale(scale: Tensor) -> str:
@@ -226,7 +331,7 @@ def _decoded(compared: Comparison) -> list[Tensor]:
 
 def _shapes(named: Named, cases: Sequence[Case]) -> str:
     """The shapes and dtypes of the first case that differ from those of the contract."""
-    case = next(case for case in cases if compare(named, (), case) is None)
+    case = next(case for case in cases if compare(Explanation(named), case) is None)
     steps, stored = named.steps, case.stored
     expected = shapes_of(steps, named.usage, case.shape)
     dtype = str(stored.scales.dtype).removeprefix("torch.")

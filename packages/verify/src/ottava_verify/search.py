@@ -7,7 +7,8 @@ all are named. Where none does, the nearest one is reported, with how much of it
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -68,31 +69,99 @@ class Case:
         return has_seed and (self.scale is not None or not takes_scale(steps))
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """How much agrees: numbers of elements, of scales, of second levels, and of whole cases."""
 
-    elements: int
-    equal_elements: int
-    scales: int
-    equal_scales: int
+    elements: int = 0
+    equal_elements: int = 0
+    scales: int = 0
+    equal_scales: int = 0
     levels: int = 0
     equal_levels: int = 0
     cases: int = 0
     equal_cases: int = 0
 
-    def __add__(self, other: "Agreement") -> "Agreement":  # type: ignore[override]
-        return Agreement(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: "Agreement") -> "Agreement":
+        return Agreement(*map(add, astuple(self), astuple(other)))
 
     @property
     def is_exact(self) -> bool:
         """Whether all bytes agree."""
-        return self[0::2] == self[1::2]
+        counts = astuple(self)
+        return counts[0::2] == counts[1::2]
+
+    @property
+    def all_scales(self) -> tuple[int, int]:
+        """How many scales and second levels there are, and how many of them are equal."""
+        return self.scales + self.levels, self.equal_scales + self.equal_levels
 
     @property
     def shares(self) -> tuple[float, float]:
         """The shares of equal scales, second levels among them, and of equal elements."""
-        scales, equal = self.scales + self.levels, self.equal_scales + self.equal_levels
+        scales, equal = self.all_scales
         return equal / max(scales, 1), self.equal_elements / max(self.elements, 1)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A contract with wrong turns, and how much of given bytes it reproduces; None where shapes or
+    dtypes differ."""
+
+    named: Named
+    turns: tuple[Turn, ...] = ()
+    agreement: Agreement | None = None
+
+    @property
+    def key(self) -> object:
+        """Equal for the same turns of the same contract."""
+        return frozenset(self.turns), self.named
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it reproduces all bytes."""
+        return self.agreement is not None and self.agreement.is_exact
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether a turn takes what was stored for right, and so explains too much."""
+        return any(turn.takes_stored for turn in self.turns)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What the bytes were made with, other than the contract says."""
+        return tuple(turn.says for turn in self.turns)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The shares of equal scales and of equal elements."""
+        return self.agreement.shares if self.agreement else (0.0, 0.0)
+
+    @property
+    def score(self) -> tuple[float, int]:
+        """The larger, the nearer."""
+        return sum(self.shares), -len(self.turns)
+
+    def of(self, cases: Iterable[Case]) -> "Explanation":
+        """With how much of some cases it reproduces."""
+        total = Agreement()
+        for case in cases:
+            compared = compare(self, case)
+            if compared is None:
+                return replace(self, agreement=None)
+            total += compared.agreement
+        return replace(self, agreement=total)
+
+    def turned(
+        self, cases: Sequence[Case], table: Sequence[Turn] = TURNS
+    ) -> Iterator["Explanation"]:
+        """The explanation with one more turn, wherever that changes what agrees."""
+        taken = {turn.step for turn in self.turns}
+        for turn in table:
+            if turn.step not in taken:
+                more = Explanation(self.named, (*self.turns, turn)).of(cases)
+                if more.is_exact or more.agreement != self.agreement:
+                    yield more
 
 
 # One comparison.
@@ -104,11 +173,13 @@ class Comparison:
     Matrices of elements are those of the held matrix, which is the tensor or its transpose.
 
     Args:
+        case: the name of the case.
         made: the interpretation of the case, or of its window.
         stored: of the same rows and columns, as the contract would store it.
     """
 
-    def __init__(self, made: Interpretation, stored: Stored) -> None:
+    def __init__(self, case: str, made: Interpretation, stored: Stored) -> None:
+        self.case = case
         self.made = made
         self.stored = stored
         self.steps = made.steps
@@ -183,11 +254,12 @@ def _differs(one: Tensor, other: Tensor) -> Tensor:
     return differs & ~(one.isnan() & other.isnan())
 
 
-def compare(named: Named, turns: tuple[Turn, ...], case: Case) -> Comparison | None:
+def compare(explanation: Explanation, case: Case) -> Comparison | None:
     """A contract with some turns beside a case; None where shapes or dtypes differ.
 
     Bytes are computed when they are read.
     """
+    named, turns = explanation.named, explanation.turns
     steps: Steps | None = named.steps
     for turn in turns:
         if steps is not None:
@@ -211,9 +283,9 @@ def compare(named: Named, turns: tuple[Turn, ...], case: Case) -> Comparison | N
         levels = levels_of(stored, made)
         if levels is None:
             return None
-        if any(turn.takes_stored for turn in turns):
+        if explanation.takes_stored:
             made.levels = levels
-    return Comparison(made, stored)
+    return Comparison(case.name, made, stored)
 
 
 def _laid_out(
@@ -225,17 +297,6 @@ def _laid_out(
         if turn.view is not None and seen is not None:
             seen = turn.view(seen, shapes, steps.scale.format)
     return None if seen is None else fitted(seen, shapes)
-
-
-def agreement(named: Named, turns: tuple[Turn, ...], cases: Iterable[Case]) -> Agreement | None:
-    """How much of all cases agrees; None where one of them cannot be compared."""
-    total = Agreement(0, 0, 0, 0)
-    for case in cases:
-        compared = compare(named, turns, case)
-        if compared is None:
-            return None
-        total += compared.agreement
-    return total
 
 
 # Parts of large matrices.
@@ -285,55 +346,6 @@ def _in_blocks(window: tuple[slice, slice], block: Sides) -> tuple[slice, slice]
 
 
 # The search.
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A contract with wrong turns, and how much of given bytes it reproduces; None where shapes or
-    dtypes differ."""
-
-    named: Named
-    turns: tuple[Turn, ...] = ()
-    agreement: Agreement | None = None
-
-    @property
-    def key(self) -> object:
-        """Equal for the same turns of the same contract."""
-        return frozenset(self.turns), self.named
-
-    @property
-    def takes_stored(self) -> bool:
-        """Whether a turn takes what was stored for right, and so explains too much."""
-        return any(turn.takes_stored for turn in self.turns)
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """What the bytes were made with, other than the contract says."""
-        return tuple(turn.says for turn in self.turns)
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """The shares of equal scales and of equal elements."""
-        return self.agreement.shares if self.agreement else (0.0, 0.0)
-
-    @property
-    def score(self) -> tuple[float, int]:
-        """The larger, the nearer."""
-        return sum(self.shares), -len(self.turns)
-
-    def of(self, cases: Iterable[Case]) -> "Explanation":
-        """With how much of some cases it reproduces."""
-        return replace(self, agreement=agreement(self.named, self.turns, cases))
-
-    def turned(self, cases: Sequence[Case], table: Sequence[Turn] = TURNS) -> Iterator[Any]:
-        """The explanation with one more turn, wherever that changes what agrees."""
-        taken = {turn.step for turn in self.turns}
-        for turn in table:
-            if turn.step not in taken:
-                more = Explanation(self.named, (*self.turns, turn)).of(cases)
-                is_exact = more.agreement is not None and more.agreement.is_exact
-                if is_exact or more.agreement != self.agreement:
-                    yield more
 
 
 class Result(NamedTuple):
@@ -396,13 +408,13 @@ def _exact(found: Sequence[Explanation], cases: Sequence[Case]) -> tuple[Explana
     or of all contracts if they need no turn."""
     exact: dict[object, Explanation] = {}
     for explanation in found:
-        if explanation.agreement is None or not explanation.agreement.is_exact:
+        if not explanation.is_exact:
             continue
         first = next(iter(exact.values()), explanation)
         if explanation.turns and explanation.named != first.named:
             continue
         whole = explanation.of(cases)
-        if whole.agreement is not None and whole.agreement.is_exact:
+        if whole.is_exact:
             exact.setdefault(whole.key, whole)
     return tuple(exact.values())[:_REPORTED]
 

@@ -6,19 +6,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.contract import (
-    Amax,
-    Candidates,
-    Contract,
-    Direction,
-    Element,
-    Random,
-    Scale,
-    SecondLevel,
-    Source,
-    Storage,
-    Transform,
-)
+from ottava import contract as parts
+from ottava.contract import Contract, Direction
 from ottava.errors import OptionError
 
 Usage = Literal["rowwise", "columnwise"]
@@ -31,15 +20,15 @@ Sides = tuple[int | None, int | None]
 class Steps(NamedTuple):
     """The steps of a usage whose choices are all stated."""
 
-    source: Source
-    transform: Transform | None
-    amax: Amax
-    second_level: SecondLevel | None
-    scale: Scale
-    candidates: Candidates | None
-    element: Element
-    random: Random | None
-    storage: Storage
+    source: parts.Source
+    transform: parts.Transform | None
+    amax: parts.Amax
+    second_level: parts.SecondLevel | None
+    scale: parts.Scale
+    candidates: parts.Candidates | None
+    element: parts.Element
+    random: parts.Random | None
+    storage: parts.Storage
 
 
 def steps_of(contract: Contract, usage: Usage) -> Steps:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from ottava.cli.output import console, parse_options, plain, say
 from ottava.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
-    from ottava_verify.report import Report
+    from ottava_verify.finding import Report
 
 _Texts = list[str] | None
 
@@ -61,23 +61,26 @@ def verify(
 
     The exit status is 0 if all bytes are equal, 1 if some depart, and 2 if they cannot be compared.
     """
-    from ottava_verify import page
+    from ottava_verify import output
 
-    outputs = (Output("--json", json_file, page.JSON), Output("--html", html, page.PAGE))
+    outputs = (Output("--json", json_file, output.JSON), Output("--html", html, output.PAGE))
     check_outputs(outputs, (SUBJECT, OTHER, source), force)
     if usage not in ("rowwise", "columnwise"):
         raise OptionError(f"--usage {usage!r}", expected="rowwise or columnwise")
+    options: dict[str, Any] = {"options": parse_options(option or [])}
+    if role is not None:
+        options["role"] = role
     if OTHER is not None:
         report = _pair(SUBJECT, OTHER, contract, source)
     elif Path(SUBJECT).exists():
-        report = _checkpoint(SUBJECT, source, contract, role, option)
+        report = _checkpoint(SUBJECT, source, contract=contract, **options)
     else:
-        report = _function(SUBJECT, contract, role, usage, option, numpy)
+        report = _function(SUBJECT, contract, usage=usage, as_numpy=numpy, **options)
     _show(report)
     if json_file is not None:
         write_text(json_file, json.dumps(plain(report.value()), indent=1))
     if html is not None:
-        write_text(html, page.page(report))
+        write_text(html, output.page(report))
     for path in filter(None, (json_file, html)):
         say(f"Written: {path}")
     raise typer.Exit(report.exit_status)
@@ -95,13 +98,7 @@ def _pair(one: str, other: str, contract: str | None, source: Path | None) -> "R
     return verify_checkpoints(one, other)
 
 
-def _checkpoint(
-    checkpoint: str,
-    source: Path | None,
-    contract: str | None,
-    role: str | None,
-    options: _Texts,
-) -> "Report":
+def _checkpoint(checkpoint: str, source: Path | None, **options: Any) -> "Report":
     from ottava_verify.verifying import verify_checkpoint
 
     if source is None:
@@ -110,23 +107,10 @@ def _checkpoint(
             expected="the checkpoint in high precision that it was made of",
             remedy="or another checkpoint to compare it with",
         )
-    return verify_checkpoint(
-        checkpoint,
-        source,
-        contract=contract,
-        role=role or "weight",
-        options=parse_options(options or []),
-    )
+    return verify_checkpoint(checkpoint, source, **options)
 
 
-def _function(
-    reference: str,
-    contract: str | None,
-    role: str | None,
-    usage: str,
-    options: _Texts,
-    as_numpy: bool,
-) -> "Report":
+def _function(reference: str, contract: str | None, **options: Any) -> "Report":
     from ottava.cli.references import resolve
     from ottava_verify.verifying import verify_function
 
@@ -136,19 +120,12 @@ def _function(
             expected="a recipe, for a function; or the path of a checkpoint that exists",
             remedy="`ottava recipes` lists recipes",
         )
-    return verify_function(
-        resolve("SUBJECT", reference),
-        contract,
-        role=role or "input",
-        usage="columnwise" if usage == "columnwise" else "rowwise",
-        options=parse_options(options or []),
-        as_numpy=as_numpy,
-        name=reference,
-    )
+    function = resolve("SUBJECT", reference)
+    return verify_function(function, contract, name=reference, **options)
 
 
 def _show(report: "Report") -> None:
-    from ottava_verify.terminal import examples, sentences, summary
+    from ottava_verify.output import examples, sentences, summary
 
     console().print(summary(report))
     for sentence in sentences(report):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -11,13 +12,12 @@ from ottava.errors import UsageError, named
 from ottava.filesystem import AnyPath
 from ottava_verify.checkpoints import Quantized, quantized_tensors, source_tensors
 from ottava_verify.contracts import AnyContract, Named, contracts_of_recipes, resolve_contract
-from ottava_verify.finding import finding, finding_of_function
+from ottava_verify.finding import Finding, Report, finding, finding_of_function
 from ottava_verify.functions import Input, cases_of, golden_inputs
-from ottava_verify.report import Finding, Report
+from ottava_verify.output import example_line, sentences
 from ottava_verify.search import Agreement, Case, Explanation, Result, compare, match
 from ottava_verify.steps import Usage, takes_scale
 from ottava_verify.stored import Stored
-from ottava_verify.terminal import example_line, sentences
 
 # Larger matrices are compared in a part of them first.
 _LARGE = 1 << 15
@@ -194,7 +194,7 @@ class _Search:
     known: Sequence[Named]
     result: Result = field(default_factory=lambda: Result(()))
 
-    @property
+    @cached_property
     def part(self) -> Case:
         """The case, where a part stands for a large tensor."""
         return replace(self.case, in_window=self.case.x.numel() > _LARGE)
@@ -209,7 +209,7 @@ class _Search:
     def kind(self) -> object:
         """Equal for tensors that were probably made alike."""
         stored = self.case.stored
-        fits = tuple(compare(start.named, (), self.part) is not None for start in self.starts)
+        fits = tuple(compare(start, self.part) is not None for start in self.starts)
         forms = stored.scales.dtype, stored.level is None, self.stated
         return self.tensor.format, self.tensor.usage, forms, fits
 

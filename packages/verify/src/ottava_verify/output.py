@@ -1,13 +1,13 @@
-"""The report of ``ottava verify`` in a terminal."""
+"""The report of ``ottava verify`` in a terminal, and as a page that requests nothing else."""
 
+import re
 from collections.abc import Iterator, Sequence
-from functools import reduce
-from operator import add
 
 from rich.table import Table
 
+from ottava.cli.files import FileKind
 from ottava.cli.output import grouped, table
-from ottava_verify.report import Example, Finding, Report
+from ottava_verify.finding import Example, Finding, Report
 from ottava_verify.search import Agreement
 
 # More names and causes than these are in the other outputs.
@@ -35,15 +35,16 @@ def names_of(group: Sequence[Finding]) -> str:
 def _counts(group: Sequence[Finding]) -> tuple[str, str]:
     """How many elements and scales of a group depart from the contract."""
     counts = [finding.agreement for finding in group if finding.agreement is not None]
-    if len(counts) < len(group):
-        return "", ""
-    total: Agreement = reduce(add, counts)
-    return share(total.elements, total.equal_elements), share(
-        total.scales + total.levels, total.equal_scales + total.equal_levels
-    )
+    return departing(sum(counts, Agreement())) if len(counts) == len(group) else ("", "")
 
 
-def share(count: int, equal: int) -> str:
+def departing(agreement: Agreement) -> tuple[str, str]:
+    """How many elements depart, and how many scales, as texts."""
+    elements = _share(agreement.elements, agreement.equal_elements)
+    return elements, _share(*agreement.all_scales)
+
+
+def _share(count: int, equal: int) -> str:
     """How many of a number are not equal, as text."""
     if count == equal:
         return "none"
@@ -96,11 +97,10 @@ def _causes(finding: Finding) -> Iterator[str]:
             f"these data: {'; or '.join(clauses[:_MOST_CAUSES])}."
         )
     elif finding.status == "departs" and finding.nearest and finding.nearest_agreement:
-        agrees = finding.nearest_agreement
+        elements, scales = departing(finding.nearest_agreement)
         yield (
             f"nothing known explains all bytes. The nearest: {'; and '.join(finding.nearest)}; "
-            f"then elements depart: {share(agrees.elements, agrees.equal_elements)}, scales: "
-            f"{share(agrees.scales + agrees.levels, agrees.equal_scales + agrees.equal_levels)}."
+            f"then elements depart: {elements}, scales: {scales}."
         )
     elif finding.status == "departs" and finding.citation:
         yield "nothing known explains the bytes."
@@ -122,3 +122,26 @@ def example_line(example: Example) -> str:
         f"  {example.kind} at [{example.row}, {example.column}] of {example.case}, "
         f"{example.value:.9g}: contract {example.expected}, found {example.found}"
     )
+
+
+# Files.
+
+_HEAD = rb"(?is)<!doctype html>.*?<title>ottava verify [^<]*</title>"
+PAGE = FileKind("page of `ottava verify`", re.compile(_HEAD))
+JSON = FileKind("JSON report of `ottava verify`", re.compile(rb'\{\s*"subject":\s*"'))
+
+
+def page(report: Report) -> str:
+    """The page; every text in it is escaped."""
+    # The terminal needs no templates.
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    template = environment.get_template("page.html")
+    return template.render(report=report, of_finding=of_finding, departing=departing)
