@@ -91,6 +91,14 @@ SAID: tuple[tuple[Json, dict[str, str]], ...] = (
             "c": "float-quantized, channel; inputs in high precision",
         },
     ),
+    # A name comes before a pattern, too.
+    (
+        compressed(group(MXFP8, None, ("re:.*",)), group(CHANNEL, None, ("b",))),
+        {
+            "a": "mxfp8-quantized, group; inputs in high precision",
+            "b": "float-quantized, channel; inputs in high precision",
+        },
+    ),
     ({"quant_method": "fp8"}, {"a": "fp8, block; inputs with a scale for each block"}),
     (
         {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},

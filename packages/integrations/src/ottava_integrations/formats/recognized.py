@@ -241,17 +241,21 @@ def _rules_of_compressed_tensors(options: Json) -> Iterator[_Rule]:
         raise _refused("config_groups", groups, "one group or more")
     _list_of_texts("ignore", ignored)
     yield _Rule(_named_in(ignored), None)
+    by_name: list[_Rule] = []
+    by_pattern: list[_Rule] = []
     by_class: list[_Rule] = []
     for group in groups.values():
         layer = _layer_of_group(group, options.get("format"))
         targets = group.get("targets") or []
         _list_of_texts("targets", targets)
         classes = [target for target in targets if _is_class(target)]
-        named = [target for target in targets if target not in classes]
-        yield _Rule(_named_in(named), layer)
+        patterns = [target for target in targets if target.startswith("re:")]
+        names = [target for target in targets if target not in (*classes, *patterns)]
+        by_name.append(_Rule(_named_in(names), layer))
+        by_pattern.append(_Rule(_named_in(patterns), layer))
         if classes:
             by_class.append(_Rule(_everything, layer))
-    yield from by_class
+    yield from (*by_name, *by_pattern, *by_class)
 
 
 def _list_of_texts(key: str, value: object) -> None:
