@@ -382,3 +382,27 @@ def test_fused_parameters_get_values(tmp_path: Path) -> None:
     scale = tensors["up.weight_scale"].float()
     expected = (tensors["up.weight"].float() * scale).bfloat16()
     assert torch.equal(net.up.weight, expected)
+
+
+@pytest.mark.parametrize("words", ["float", "ue8m0"])
+def test_the_last_rows_of_blocks_may_be_part_of_one(words: str, tmp_path: Path) -> None:
+    """So are files of DeepSeek-V3; those of V3.1 say ``ue8m0``, and hold scales as numbers."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(192, 256, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [0.5, 0.25]])
+    options = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": words}
+    tensors = {"up.weight": data, "up.weight_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": options}))
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(256, 192, bias=False).bfloat16()})
+    report = load_quantized(model, tmp_path)
+    assert str(report.published.layers["up"].scheme) == "fp8, block"
+    values = scales.repeat_interleave(128, 0)[:192].repeat_interleave(128, 1) * data.float()
+    weight = model["up"].weight
+    assert torch.equal(weight.dequantize(dtype=torch.float32), values)
+    x = torch.randn(3, 256, generator=generator).bfloat16().requires_grad_()
+    gradient = torch.randn(3, 192, generator=generator).bfloat16()
+    model["up"](x).backward(gradient)
+    assert x.grad is not None
+    expected = gradient.double() @ values.double()
+    assert float((x.grad.double() - expected).norm() / expected.norm()) < 4e-3

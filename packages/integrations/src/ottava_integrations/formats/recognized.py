@@ -8,7 +8,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -363,6 +363,14 @@ def _rules_of_hugging_face(options: Json) -> Iterator[_Rule]:
     yield _Rule(_everything, PublishedLayer(scheme, grain, is_static=activations == "static"))
 
 
+def _with_scales_of(layer: PublishedLayer, scales: Tensor | None) -> PublishedLayer:
+    """A layer by the dtype of its scales: files of DeepSeek-V3.1 say ``ue8m0``, and hold these
+    powers of two as numbers."""
+    if layer.scheme.format != "fp8-ue8m0" or scales is None or scales.dtype in _E8M0_DTYPES:
+        return layer
+    return replace(layer, scheme=scheme_of("fp8", layer.scheme.grain))
+
+
 # -- ModelOpt --
 
 #: ``quant_algo`` -> the format, and what has one scale in the input.
@@ -451,6 +459,7 @@ _READERS: dict[str, tuple[Library, Callable[[Json], Iterator[_Rule]]]] = {
 _DATA = sorted({scheme.names.data for scheme in SCHEMES})
 _SCALES = sorted({scheme.names.scales for scheme in SCHEMES})
 _DATA_DTYPES = (_E4M3, torch.uint8, torch.int8, torch.float8_e5m2)
+_E8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def _layers(
@@ -470,7 +479,8 @@ def _layers(
                 f"{path} has quantized tensors of {name!r}, and the configuration says {says}",
                 expected="a configuration that fits the tensors",
             )
-        yield name, rule.layer
+        scales = tensors.get(f"{name}.{rule.layer.scheme.names.scales}")
+        yield name, _with_scales_of(rule.layer, scales)
 
 
 def _names_of_layers(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -140,6 +140,14 @@ class Scheme:
         sides = zip(shape, self.block, (self.whole_rows, True), strict=True)
         return all(side is None or not whole or size % side == 0 for size, side, whole in sides)
 
+    def divides_columns(self, shape: tuple[int, int]) -> bool:
+        """Whether blocks divide the columns of a weight ``[out, in]``, as of all published files.
+
+        Some, those of DeepSeek-V3 among them, have parts of blocks in their last rows.
+        """
+        across = self.block[1]
+        return across is None or shape[1] % across == 0
+
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """The shape of the scales of a weight ``[out, in]``."""
         if self.block == (None, None):

@@ -249,7 +249,7 @@ def quantized_weight(
     rows, width = data.shape
     shape = rows, width * (2 if scheme.is_packed else 1)
     scales = _tensor(tensors, names.scales, name, _scale_dtypes(scheme))
-    if not scheme.divides(shape):
+    if not scheme.divides_columns(shape):
         raise _damaged(name, names.data, f"has shape {tuple(data.shape)}", "whole blocks")
     if scales.numel() != math.prod(scheme.scale_shape(shape)) or scales.dim() > 2:
         raise _damaged(
