@@ -234,6 +234,8 @@ FAULTS: tuple[tuple[Callable[[dict[str, Any]], object], str], ...] = (
     (lambda t: t.update(extra=torch.zeros(2)), "'extra' of the file is not in the model"),
     (lambda t: t.update({"up.bias": torch.zeros(3)}), "'up.bias' has shape"),
     (lambda t: t.update({"up.bias": torch.zeros(256, dtype=torch.int32)}), "is torch.int32"),
+    (lambda t: t.update({"up.input_scale": torch.ones(2)}), "'up.input_scale' has shape"),
+    (lambda t: t.update({"head.weight": t["embed.weight"] + 1}), "'head.weight' of the file"),
     (
         lambda t: t.update({f"q.{n}": t[f"up.{n}"].clone() for n in ("weight", "weight_scale")}),
         "layer 'q' of the file is not in the model",
@@ -382,6 +384,47 @@ def test_fused_parameters_get_values(tmp_path: Path) -> None:
     scale = tensors["up.weight_scale"].float()
     expected = (tensors["up.weight"].float() * scale).bfloat16()
     assert torch.equal(net.up.weight, expected)
+
+
+def test_modules_that_share_a_quantized_weight_share_its_values(tmp_path: Path) -> None:
+    """A layer with the bytes would leave the other module with the former values."""
+    tensors = checkpoint(tmp_path / "a", WRITTEN[0])
+    net = Net().bfloat16()
+    net.other = torch.nn.Linear(_SIDE, 2 * _SIDE, bias=False)
+    net.other.weight = net.up.weight
+    report = load_quantized(net, tmp_path / "a")
+    assert report.values == ("up.weight",)
+    assert set(report.layers) == {"down"}
+    assert net.other.weight is net.up.weight
+    expected = tensors["up.weight"].float() * tensors["up.weight_scale"].float()
+    assert torch.equal(net.other.weight, expected.bfloat16())
+
+
+def test_a_tied_weight_may_be_in_the_file_under_each_name(tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path / "a", WRITTEN[0])
+    tensors["head.weight"] = tensors["embed.weight"].clone()
+    write(tmp_path / "a", tensors, WRITTEN[0])
+    net = Net().bfloat16()
+    load_quantized(net, tmp_path / "a")
+    assert net.head.weight is net.embed.weight
+    assert torch.equal(net.embed.weight, tensors["embed.weight"])
+
+
+def test_buffers_that_the_file_lacks(tmp_path: Path) -> None:
+    """They keep their values, and those without values are refused."""
+    checkpoint(tmp_path / "a", WRITTEN[0])
+    net = Net().bfloat16()
+    net.register_buffer("more", torch.ones(2))
+    report = load_quantized(net, tmp_path / "a")
+    assert report.kept == ("more",)
+    assert torch.equal(net.more, torch.ones(2))
+    assert "lacks, unchanged: 'more'" in str(report)
+
+    empty = Net().bfloat16()
+    empty.register_buffer("table", torch.empty(2, device="meta"), persistent=False)
+    with pytest.raises(UsageError, match="'table'"):
+        load_quantized(empty, tmp_path / "a")
+    assert type(empty.up) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("words", ["float", "ue8m0"])

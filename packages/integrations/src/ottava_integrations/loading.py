@@ -39,10 +39,11 @@ class LoadReport:
         published: how the checkpoint is quantized.
         layers: the layers that have the published bytes, and their recipes.
         values: parameters that got the values of quantized weights, because no layer of Ottava
-            computes with them: experts in one parameter, say.
+            computes with them: experts in one parameter, say, or a weight that modules share.
         static_inputs: the layers of which the file has, or its servers use, a constant scale of the
             input; they compute the scale of each batch in its place.
         high_precision: the other parameters and buffers that were loaded.
+        kept: buffers of which the file has nothing, which keep their values.
         ignored: tensors of the file that no model needs, such as scales of a cache.
     """
 
@@ -51,6 +52,7 @@ class LoadReport:
     values: tuple[str, ...]
     static_inputs: tuple[str, ...]
     high_precision: tuple[str, ...]
+    kept: tuple[str, ...]
     ignored: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -58,6 +60,7 @@ class LoadReport:
         for what, names in (
             ("values of quantized weights, in high precision", self.values),
             ("constant scales of inputs, replaced by those of each batch", self.static_inputs),
+            ("buffers that the file lacks, unchanged", self.kept),
             ("ignored", self.ignored),
         ):
             if names:
@@ -107,6 +110,7 @@ class _Plan:
     values: list[_Values]
     recipes: dict[str, ServedRecipe]
     from_quantized: tuple[str, ...]
+    kept: tuple[str, ...]
     ignored: tuple[str, ...]
 
 
@@ -123,14 +127,16 @@ def load_quantized(
     a quantized parameter of the same data and scales; nothing is quantized again. It runs under a
     :class:`~ottava_integrations.ServedRecipe`: the forward pass quantizes inputs as servers of the
     format do, and gradients pass through the values of the weight. Everything else is loaded in the
-    dtypes of the model. Weights of other modules, such as experts in one parameter, get values.
+    dtypes of the model. Other weights, such as experts in one parameter, or one that modules
+    share, get values.
 
     All checks come before the first change. Beside the model, memory holds one tensor at a time:
     files are mapped.
 
     Args:
         model: with the names of the file, or a model of Transformers, whose mapping of names is
-            used; in high precision, possibly on the meta device.
+            used; in high precision. Parameters, and buffers that the file has, may be on the meta
+            device.
         path: as of :func:`quantized_from`.
         training: the recipe of the backward pass, as of :class:`ServedRecipe`. The weight has
             rows alone, so its ``backward`` must not be ``"quantized"``. None: gradients are those
@@ -146,7 +152,8 @@ def load_quantized(
             missing, unexpected, or of other shapes and dtypes. All faults are named.
         OptionError: ``training`` reads columns of weights.
         RecipeNotFoundError: the package of a recipe is not installed.
-        UsageError: the model is quantized already.
+        UsageError: the model is quantized already, or has a buffer on the meta device that the
+            file lacks.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
@@ -163,6 +170,7 @@ def load_quantized(
         plan.from_quantized,
         static,
         tuple(each.name for each in plan.values if each.name not in quantized),
+        plan.kept,
         plan.ignored,
     )
 
@@ -175,14 +183,18 @@ def _plan(model: torch.nn.Module, source: Source, training: Recipe | str | None)
 
     Raises:
         CheckpointError: the file does not fit the model.
+        UsageError: the model is quantized, or has buffers without values.
     """
+    _check_buffers(model, source)
     weights: list[_Weight] = []
     values: list[_Values] = []
     from_quantized: list[str] = []
+    kept: list[str] = []
     used: set[str] = set()
     faults: list[str] = []
     names = {id(module): name for name, module in model.named_modules()}
     aliases = _aliases(model)
+    shared = _shared(model)
     for name, tensor, module in named_tensors(model):
         if isinstance(tensor, QuantizedTensor):
             raise UsageError(
@@ -190,8 +202,10 @@ def _plan(model: torch.nn.Module, source: Source, training: Recipe | str | None)
                 expected="a model in high precision",
                 remedy="make the model anew",
             )
-        files = _files_of(model, aliases.get(id(tensor), [name]), tensor, source)
-        layer = _layer_of(name, files, source)
+        own_names = aliases.get(id(tensor), [name])
+        files = _files_of(model, own_names, tensor, source)
+        used.update(_copies(own_names, files, source))
+        layer = None if id(tensor) in shared else _layer_of(name, files, source)
         if layer is not None and is_convertible(module) and refusal(module) is None:
             weight = _weight_of(layer, names[id(module)], module, tensor, source)
             weights.append(weight)
@@ -204,7 +218,9 @@ def _plan(model: torch.nn.Module, source: Source, training: Recipe | str | None)
             from_quantized.append(name)
         if found:
             values.append(_Values(name, module, tensor, tuple(files)))
-        elif not _is_buffer(module, name):
+        elif _is_buffer(module, name):
+            kept.append(name)
+        else:
             faults.append(f"{name!r} of the model is missing ({listed(list(files))} in the file)")
     ignored = _unused(source, used, faults)
     if faults:
@@ -214,7 +230,26 @@ def _plan(model: torch.nn.Module, source: Source, training: Recipe | str | None)
             remedy="make the model of the configuration beside the checkpoint",
         )
     recipes = {each.name: _recipe(each.kind, training) for each in weights}
-    return _Plan(weights, values, recipes, tuple(from_quantized), tuple(ignored))
+    return _Plan(weights, values, recipes, tuple(from_quantized), tuple(kept), tuple(ignored))
+
+
+def _check_buffers(model: torch.nn.Module, source: Source) -> None:
+    """Refuse buffers that would stay without values.
+
+    Raises:
+        UsageError: a buffer is on the meta device, and the file lacks it.
+    """
+    empty = [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and name not in source.tensors
+    ]
+    if empty:
+        raise UsageError(
+            f"buffers on the meta device of which the file has nothing: {listed(empty)}",
+            expected="buffers with the values that the model computes for them",
+            remedy="make the model with accelerate.init_empty_weights(), which fills buffers",
+        )
 
 
 def _aliases(model: torch.nn.Module) -> dict[int, list[str]]:
@@ -223,6 +258,34 @@ def _aliases(model: torch.nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
+
+
+def _shared(model: torch.nn.Module) -> set[int]:
+    """The ids of parameters that several modules have. A layer that got bytes of its own would
+    leave the others with the former parameter."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _copies(names: list[str], files: dict[str, tuple[int, ...]], source: Source) -> list[str]:
+    """The other names of a tied parameter under which the file has the same values again."""
+    if len(files) != 1 or len(names) == 1:
+        return []
+    (file,) = files
+    first = source.tensors.get(file)
+    if first is None or first.dtype not in HIGH_PRECISION:
+        return []
+    others = {name: source.tensors[name] for name in names if name in source.tensors}
+    return [
+        name
+        for name, other in others.items()
+        if other.dtype == first.dtype and torch.equal(other, first)
+    ]
 
 
 def _files_of(
@@ -267,8 +330,19 @@ def _weight_of(
         level = PublishedLevel(parts[names.level].clone(), kind.scheme.level_multiplies)
     input_scale = parts.get(names.input_scale) if names.input_scale else None
     if input_scale is not None:
+        _check_input_scale(f"{layer}.{names.input_scale}", input_scale)
         input_scale = input_scale.clone()
     return _Weight(name, module, kind, weight, Companions(kind.scheme, level, input_scale))
+
+
+def _check_input_scale(name: str, scale: Tensor) -> None:
+    """Raises CheckpointError for a constant scale of an input that is not one number. Its value is
+    not read: layers that no calibration reached have any."""
+    if scale.numel() != 1 or scale.dtype not in HIGH_PRECISION:
+        raise CheckpointError(
+            f"tensor {name!r} has shape {tuple(scale.shape)} and dtype {scale.dtype}",
+            expected="one floating-point number, the scale of the layer's inputs",
+        )
 
 
 def _check_shape(
