@@ -143,6 +143,14 @@ def _nvfp4_of_torchao() -> Any:
     return _module("torchao.prototype.mx_formats").NVFP4WeightOnlyConfig()
 
 
+#: Weight-only configurations of torchao.
+TORCHAO: dict[str, Callable[[], Any]] = {
+    "Float8WeightOnly, rows": _rows_of_torchao,
+    "Float8WeightOnly, tensor": _tensors_of_torchao,
+    "NVFP4WeightOnly": _nvfp4_of_torchao,
+}
+
+
 def writers() -> Iterator[tuple[str, str, Write]]:
     """Library, what it writes, and the function that does."""
     for preset in PRESETS:
@@ -151,9 +159,8 @@ def writers() -> Iterator[tuple[str, str, Write]]:
     titles = ("FP8, blocks", "FP8, blocks, ue8m0", "FP8, tensor")
     for title, option in zip(titles, options, strict=True):
         yield "transformers", title, partial(hugging_face, option)
-    yield "torchao", "Float8WeightOnly, rows", partial(torchao, _rows_of_torchao)
-    yield "torchao", "Float8WeightOnly, tensor", partial(torchao, _tensors_of_torchao)
-    yield "torchao", "NVFP4WeightOnly", partial(torchao, _nvfp4_of_torchao)
+    for title, config in TORCHAO.items():
+        yield "torchao", title, partial(torchao, config)
 
 
 def measure() -> list[dict[str, Any]]:
