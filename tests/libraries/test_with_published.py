@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import ottava
@@ -238,6 +240,45 @@ def test_files_of_the_libraries_load_train_and_merge(
     merged = adapted.merge_and_unload()
     weight = merged.model.layers[0].self_attn.q_proj.weight
     assert isinstance(weight, ottava.QuantizedTensor)
+
+
+def _mx(element: torch.dtype, **options: Any) -> Callable[[torch.Tensor], Any]:
+    module = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+    return lambda weight: module.MXTensor.to_mx(weight, element, 32, **options)
+
+
+def _nvfp4(with_level: bool, **options: Any) -> Callable[[torch.Tensor], Any]:
+    module = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+
+    def quantize(weight: torch.Tensor) -> Any:
+        level = weight.abs().amax().float() / 2688 if with_level else None
+        return module.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=level, **options)
+
+    return quantize
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        partial(_mx, torch.float8_e4m3fn),
+        partial(_mx, torch.float4_e2m1fn_x2),
+        partial(_nvfp4, True),
+        partial(_nvfp4, False),
+    ],
+)
+def test_tensors_of_torchao_load(quantize: Any, swizzled: bool, tmp_path: Path) -> None:
+    """Also those whose scales are padded, and in the order of products of GPUs."""
+    support = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(192, 288, generator=generator).bfloat16()
+    theirs = quantize(is_swizzled_scales=swizzled)(plain)
+    tensors, header = support.flatten_tensor_state_dict({"up.weight": theirs})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, tmp_path / "model.safetensors", {"format": "pt", **header})
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(288, 192, bias=False).bfloat16()})
+    load_quantized(model, tmp_path)
+    assert torch.equal(model["up"].weight.dequantize(), theirs.dequantize())
 
 
 @pytest.mark.parametrize("title", ["compressed-tensors: FP8_DYNAMIC", "transformers: FP8, blocks"])

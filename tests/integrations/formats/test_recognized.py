@@ -198,5 +198,11 @@ def test_what_is_not_read_is_refused_by_name(config: Json, words: str, tmp_path:
 def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="INT4Tensor"):
         quantized_from(written(tmp_path, {}, ("a",), header("INT4Tensor", block_size=32)))
+    with pytest.raises(CheckpointError, match=r"Int8Tensor/None/\[1, 64\]"):
+        quantized_from(written(tmp_path, {}, ("a",), header("Int8Tensor", block_size=[1, 64])))
+    with pytest.raises(CheckpointError, match="NVFP4Tensor without per_tensor_scale"):
+        one_level = header("NVFP4Tensor", block_size=16, act_quant_kwargs={"a": 1})
+        one_level["a.weight"] = one_level["a.weight"][:-1] + ', "_tensor_data_names": ["qdata"]}'
+        quantized_from(written(tmp_path, {}, ("a",), one_level))
     with pytest.raises(CheckpointError, match="has no quantized weights"):
         quantized_from(written(tmp_path, {"quant_method": "fp8"}, ()))

@@ -39,12 +39,14 @@ class PublishedLayer:
             :class:`~ottava_integrations.ServedRecipe`; ``"none"`` for one in high precision.
         is_static: whether the scale of the input is a constant, which the file may hold.
         is_swizzled: whether scales are padded and in the order in which products of GPUs read them.
+        level_is_one: whether the file leaves out the scale of the tensor, which then is one.
     """
 
     scheme: Scheme
     activations: str
     is_static: bool = False
     is_swizzled: bool = False
+    level_is_one: bool = False
 
     @property
     def recipe(self) -> ServedRecipe:
@@ -110,6 +112,8 @@ class Source(NamedTuple):
             for suffix in (names.data, names.scales, names.level, names.input_scale)
             if suffix and f"{layer}.{suffix}" in self.tensors
         }
+        if kind.level_is_one:
+            parts[names.level] = torch.ones(())
         if kind.is_swizzled and {names.data, names.scales} <= set(parts):
             shape = kind.scheme.scale_shape(_shape_of(parts[names.data], kind.scheme))
             where = f"{layer}.{names.scales}"
@@ -411,13 +415,38 @@ def _rules_of_torchao(texts: Mapping[str, str]) -> list[_Rule]:
         if not name.endswith(".weight"):
             continue
         with translated(f"the header of {name!r} has another form", "JSON of torchao"):
-            entry = json.loads(text)
-            kind, fields = entry["_type"], entry.get("_data") or {}
-        if kind == "Tensor":
+            layer = _layer_of_entry(name, json.loads(text))
+        if layer is None:
             continue
-        layer = _layer_of_torchao(name, kind, fields)
         rules.append(_Rule(name.removesuffix(".weight").__eq__, layer))
     return rules
+
+
+def _layer_of_entry(name: str, entry: Json) -> PublishedLayer | None:
+    """The layer of an entry of the header; None for a plain tensor.
+
+    Raises:
+        KeyError, TypeError, AttributeError: the entry has another form.
+    """
+    kind, fields = entry["_type"], entry.get("_data") or {}
+    if kind == "Tensor":
+        return None
+    layer = _layer_of_torchao(name, kind, fields)
+    stored = entry.get("_tensor_data_names") or ["per_tensor_scale"]
+    if layer.scheme.names.level and "per_tensor_scale" not in stored:
+        return _without_level(layer)
+    return layer
+
+
+def _without_level(layer: PublishedLayer) -> PublishedLayer:
+    """A layer of NVFP4 whose blocks have the only scales.
+
+    Raises:
+        CheckpointError: inputs are quantized so, too, which no recipe does.
+    """
+    if layer.activations != "none":
+        raise _refused("inputs of", "NVFP4Tensor without per_tensor_scale", "per_tensor_scale")
+    return replace(layer, level_is_one=True)
 
 
 def _layer_of_torchao(name: str, kind: object, fields: Json) -> PublishedLayer:
@@ -438,7 +467,7 @@ def _layer_of_torchao(name: str, kind: object, fields: Json) -> PublishedLayer:
     if isinstance(element, dict):
         element = element.get("_data")
     key = (kind, element, fields.get("block_size"))
-    if key not in formats:
+    if key[2] not in (16, 32) or key not in formats:
         raise _refused(
             f"{name!r} of",
             "/".join(map(str, key)),
