@@ -184,6 +184,8 @@ def test_all_weights_that_a_format_cannot_hold_are_named(
 
 
 def test_other_refusals(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no linear layer inside"):
+        iter_exported(torch.nn.Linear(128, 128), "fp8")
     with pytest.raises(DTypeError, match="model is a str"):
         iter_exported("model", "fp8")  # type: ignore[arg-type]
     adapted = model()

@@ -176,8 +176,9 @@ def _check_model(model: object) -> None:
 def _nothing(plan: Plan) -> OptionError:
     """The error for a model of which nothing is quantized."""
     reasons = [f"{name}: {reason}" for name, reason in plan.high_precision.items()]
+    why = "; ".join(reasons[:5]) or "it has no linear layer inside, whose name the files would have"
     return OptionError(
-        f"no layer of the model would be quantized to {plan.format!r}; {'; '.join(reasons[:5])}",
+        f"no layer of the model would be quantized to {plan.format!r}; {why}",
         expected="a model with linear layers that the format can hold",
     )
 

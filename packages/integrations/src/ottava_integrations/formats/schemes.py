@@ -126,6 +126,9 @@ class Scheme:
             OptionError: it is another word.
         """
         choices = {"token": _ROWWISE, "tensor": _CURRENT, "block": _BLOCKWISE}
+        if self.scale_dtype is torch.float8_e8m0fnu and self.grain == "block":
+            # Servers of powers of two have powers of two for inputs, too, rounded up.
+            choices["block"] = _BLOCKWISE_POWERS
         if self.grain == "group":
             choices["group"] = self.loads_as
         if activations not in choices:
