@@ -183,6 +183,20 @@ def test_all_weights_that_a_format_cannot_hold_are_named(
     assert not list(tmp_path.iterdir())
 
 
+def test_only_one_scale_for_the_tensor_is_constant() -> None:
+    for format, activations, expected in (
+        ("float-quantized", "token", False),
+        ("float-quantized", "tensor", True),
+        ("fp8", "block", False),
+        ("fp8", "tensor", True),
+        ("mxfp8-quantized", "group", False),
+        ("nvfp4-pack-quantized", "none", False),
+    ):
+        tensors = dict(iter_exported(model(), format, activations=activations, input_amaxes=AMAXES))
+        name = f"up.{scheme_of(format).names.input_scale}"
+        assert (name in tensors) == expected, format
+
+
 def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no linear layer inside"):
         iter_exported(torch.nn.Linear(128, 128), "fp8")

@@ -373,9 +373,10 @@ def _add_input_scales(
     for place, item in enumerate(plan.items):
         module_name = names[id(item.module)]
         for file, source in item.sources.items():
-            name = source.scheme.names.input_scale
-            scale = _input_scale(source.scheme, item.module, input_amaxes.get(module_name))
-            if not name or plan.activations == "none" or scale is None:
+            scale = None
+            if _holds_input_scale(source.scheme, plan.activations):
+                scale = _input_scale(source.scheme, item.module, input_amaxes.get(module_name))
+            if scale is None:
                 if _needs_input_scale(source.scheme, plan.activations):
                     raise OptionError(
                         f"the scale of the input of {module_name!r} is not known, and "
@@ -387,6 +388,12 @@ def _add_input_scales(
                 continue
             plan.is_static = True
             plan.items[place].sources[file] = source._replace(input_scale=scale)
+
+
+def _holds_input_scale(scheme: Scheme, activations: str) -> bool:
+    """Whether files can hold a constant scale of inputs: one for the tensor."""
+    is_whole = activations == "tensor" or (bool(scheme.names.level) and activations == "group")
+    return bool(scheme.names.input_scale) and is_whole
 
 
 def _needs_input_scale(scheme: Scheme, activations: str) -> bool:

@@ -34,7 +34,7 @@ def quantization_config(
     if library is Library.COMPRESSED_TENSORS:
         return _compressed_tensors(layers, schemes, ignored, activations, is_static)
     if library is Library.TRANSFORMERS:
-        return _hugging_face(schemes[0], ignored)
+        return _hugging_face(schemes[0], ignored, is_static)
     return {"quant_method": "modelopt"} | _modelopt(schemes[0], ignored, activations)
 
 
@@ -132,11 +132,11 @@ def _inputs(scheme: Scheme, activations: str, is_static: bool) -> Json | None:
 # -- others --
 
 
-def _hugging_face(scheme: Scheme, ignored: Sequence[str]) -> Json:
+def _hugging_face(scheme: Scheme, ignored: Sequence[str], is_static: bool) -> Json:
     is_codes = scheme.scale_dtype is torch.float8_e8m0fnu
     return {
         "quant_method": "fp8",
-        "activation_scheme": "dynamic",
+        "activation_scheme": "static" if is_static else "dynamic",
         "weight_block_size": list(scheme.block) if scheme.grain == "block" else None,
         "scale_fmt": "ue8m0" if is_codes else "float",
         "modules_to_not_convert": list(ignored),
