@@ -397,6 +397,30 @@ def test_a_part_does_not_stand_for_a_whole_with_another_byte(tmp_path: Path) -> 
     assert (finding.status, finding.causes) == ("departs", ())
 
 
+def test_tensors_that_were_made_in_different_ways(tmp_path: Path) -> None:
+    def twice(scaled: torch.Tensor) -> torch.Tensor:
+        return planted.cast(planted.cast(scaled, planted.E5M2).float())
+
+    x = SMALL.float()
+    tensors: dict[str, torch.Tensor] = {}
+    made = {
+        "a": planted.mx(x),
+        "b": planted.mx(x, rule="up", elements=twice),
+        "c": planted.mx(x, rule="up", elements=planted.towards_zero),
+    }
+    for name, (data, scales) in made.items():
+        tensors |= {f"{name}__weight": data, f"{name}__weight_scale": scales}
+    quantized = checkpoint(tmp_path / "q", **tensors)
+    source = checkpoint(tmp_path / "s", **{f"{name}__weight": x for name in made})
+    report = verify_checkpoint(quantized, source, contract="mxfp8", role="input")
+    says = {turn.name: turn.says for turn in TURNS}
+    floor = "bytes are those of mxfp8(scale_rounding=floor), weight, rowwise"
+    causes = {finding.name: finding.causes for finding in report.findings}
+    assert causes["a.weight"] == ((floor,),)
+    assert causes["b.weight"] == ((says["via-e5m2"],),)
+    assert causes["c.weight"] == ((says["truncated"],),)
+
+
 def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:
     scale = torch.tensor(3.0)
     data, inverse = planted.cast(SMALL.float() * scale), (1 / scale).view(1)
