@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from ottava_verify import (
 )
 from ottava_verify.checkpoints import quantized_tensors
 from ottava_verify.contracts import Named, contracts_of_recipes, resolve_contract
+from ottava_verify.finding import Finding, finding
 from ottava_verify.functions import Input, read
 from ottava_verify.inputs import outliers
 from ottava_verify.output import sentences
@@ -222,48 +222,39 @@ def test_the_first_ten_and_the_kinds_are_told() -> None:
     assert sum(finding.kinds.values()) == departing
 
 
+def plain_finding(contract: Any, usage: Any, *made: torch.Tensor, x: torch.Tensor) -> Finding:
+    """The finding of one case, without a search for turns."""
+    expected = resolve_contract(contract, usage=usage)
+    case = Case("x", x, Stored.of(*made))
+    return finding("f", [case], match([case], [Explanation(expected)], most_turns=0), expected)
+
+
 def test_a_random_rounding_is_recognized() -> None:
+    """Elements that all go away from zero are not random."""
     random = torch.Generator().manual_seed(0)
+    x = SMALL.float()
+    for share in (0.5, 1.0):
 
-    def to_a_neighbour(scaled: torch.Tensor) -> torch.Tensor:
-        low = planted.towards_zero(scaled)
-        up = (torch.rand(scaled.shape, generator=random) < 0.5) & (low.float() != scaled)
-        return low.view(torch.uint8) + up
+        def to_a_neighbour(scaled: torch.Tensor, share: float = share) -> torch.Tensor:
+            low = planted.towards_zero(scaled)
+            up = (torch.rand(scaled.shape, generator=random) < share) & (low.float() != scaled)
+            return low.view(torch.uint8) + up
 
-    def stochastic(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return planted.mx(x, rule="up", elements=to_a_neighbour)
-
-    inputs = [Input("x", SMALL.float())]
-    (finding,) = verify_function(stochastic, "mxfp8", inputs=inputs).findings
-    assert finding.causes == ()
-    assert "at random" in finding.nearest[-1]
-
-
-def test_a_rounding_away_from_zero_is_not_random() -> None:
-    def away(scaled: torch.Tensor) -> torch.Tensor:
-        low = planted.towards_zero(scaled)
-        return low.view(torch.uint8) + (low.float() != scaled)
-
-    inputs = [Input("x", SMALL.float())]
-    function = partial(planted.mx, rule="up", elements=away)
-    (finding,) = verify_function(function, "mxfp8", inputs=inputs).findings
-    assert finding.causes == ()
-    assert not any("at random" in clause for clause in finding.nearest)
+        made = planted.mx(x, rule="up", elements=to_a_neighbour)
+        found = plain_finding("mxfp8", "rowwise", *made, x=x)
+        assert found.causes == ()
+        assert any("at random" in clause for clause in found.nearest) == (share < 1)
 
 
 def test_what_departs_of_a_transpose_is_told_by_its_places() -> None:
     x = X.float()
     made = Interpretation(PLAIN.contract, "columnwise", x).parts
     made["scales"][2, 1] += 1
-
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(made.values())
-
-    report = verify_function(function, PLAIN, usage="columnwise", inputs=[Input("x", x)])
-    (example,) = report.findings[0].examples
+    found = plain_finding(PLAIN, "columnwise", *made.values(), x=x)
+    (example,) = found.examples
     assert (example.kind, example.row, example.column) == ("scale", 2, 16)
     assert example.value == x[16:32, 2].abs().max()
-    assert report.findings[0].error is not None
+    assert found.error is not None
 
 
 def test_two_turns_are_found_together() -> None:
@@ -419,6 +410,24 @@ def test_tensors_that_were_made_in_different_ways(tmp_path: Path) -> None:
     assert causes["a.weight"] == ((floor,),)
     assert causes["b.weight"] == ((says["via-e5m2"],),)
     assert causes["c.weight"] == ((says["truncated"],),)
+
+
+def test_what_explains_all_tensors_is_kept(tmp_path: Path) -> None:
+    """Ties alone do not tell truncation from ties to zero; every second tensor has other values."""
+    x = torch.full((32, 64), 19.0)
+    x[:, ::32] = 448.0
+    other = x.clone()
+    other[:, 1] = 19.5
+    sources = {f"{place}__weight": (x, other)[place % 2] for place in range(5)}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, source in sources.items():
+        data, scales = planted.mx(source, rule="up", elements=planted.towards_zero)
+        tensors |= {name: data, f"{name}_scale": scales}
+    quantized = checkpoint(tmp_path / "q", **tensors)
+    source = checkpoint(tmp_path / "s", **sources)
+    report = verify_checkpoint(quantized, source, contract="mxfp8", role="input")
+    expected = (("elements are truncated, not rounded",),)
+    assert [finding.causes for finding in report.findings] == [expected] * 5
 
 
 def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:

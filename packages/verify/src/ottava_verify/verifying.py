@@ -271,7 +271,12 @@ def _search_together(group: Sequence[_Search]) -> None:
     # They may have been made in different ways.
     for search in group if len(group) > 1 else ():
         search.look(search.starts, most_turns=2)
+    # Of what explains one tensor, keep what explains all of them, if anything does.
+    learned = {each.key: each for search in group for each in search.result.exact}
+    common = match([search.case for search in group], learned.values(), most_turns=0).exact
     for search in group:
+        if common:
+            search.take(common)
         # A scale from outside explains any scale, and so comes last.
         from_outside = [Explanation(e) for e in search.known if takes_scale(e.steps)]
         if from_outside and search.stated is None and not search.result.exact:
