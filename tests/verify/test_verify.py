@@ -25,6 +25,7 @@ from ottava_mxfp8 import MXFP8Quantizer
 from ottava_nvfp4 import NVFP4Quantizer
 from ottava_verify import (
     TURNS,
+    Interpretation,
     assert_contract,
     verify,
     verify_checkpoint,
@@ -33,11 +34,13 @@ from ottava_verify import (
 )
 from ottava_verify.checkpoints import quantized_tensors
 from ottava_verify.contracts import Named, contracts_of_recipes, resolve_contract
+from ottava_verify.finding import Finding, finding
 from ottava_verify.functions import Input, read
 from ottava_verify.inputs import outliers
 from ottava_verify.output import sentences
-from ottava_verify.search import Case, Explanation, match
-from ottava_verify.stored import Stored
+from ottava_verify.search import Case, Explanation, compare, match, window_of
+from ottava_verify.steps import takes_scale
+from ottava_verify.stored import Stored, of_parts
 from tests.comparing import assert_same
 from tests.verify import planted
 from tests.verify.numbers import quotient
@@ -112,7 +115,9 @@ def test_right_checkpoints_have_no_cause(name: str, has_contract: bool, tmp_path
     report = verify_checkpoint(tmp_path / "quantized.safetensors", tmp_path / "source.safetensors")
     assert [finding.status for finding in report.findings] == ["equal"] * len(report.findings)
     assert all(finding.causes == () for finding in report.findings)
-    assert report.findings
+    # One buffer may serve both usages.
+    both = name in ("mxfp8", "blockwise", "rowwise", "nvfp4", "mx")
+    assert len(report.findings) == 1 + both
 
 
 # Forms of results.
@@ -138,9 +143,15 @@ def as_scales_of_e8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data, scales.view(torch.float8_e8m0fnu)
 
 
+def as_flat_scales(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scales = planted.mx(x, rule="up")
+    return data, scales.flatten()
+
+
 @pytest.mark.parametrize(
     ("function", "recipe"),
     [
+        (as_flat_scales, "mxfp8"),
         (as_storage, "mxfp8"),
         (as_numpy, "mxfp8"),
         (as_scales_of_e8m0, "mxfp8"),
@@ -211,21 +222,39 @@ def test_the_first_ten_and_the_kinds_are_told() -> None:
     assert sum(finding.kinds.values()) == departing
 
 
+def plain_finding(contract: Any, usage: Any, *made: torch.Tensor, x: torch.Tensor) -> Finding:
+    """The finding of one case, without a search for turns."""
+    expected = resolve_contract(contract, usage=usage)
+    case = Case("x", x, Stored.of(*made))
+    return finding("f", [case], match([case], [Explanation(expected)], most_turns=0), expected)
+
+
 def test_a_random_rounding_is_recognized() -> None:
+    """Elements that all go away from zero are not random."""
     random = torch.Generator().manual_seed(0)
+    x = SMALL.float()
+    for share in (0.5, 1.0):
 
-    def to_a_neighbour(scaled: torch.Tensor) -> torch.Tensor:
-        low = planted.towards_zero(scaled)
-        up = (torch.rand(scaled.shape, generator=random) < 0.5) & (low.float() != scaled)
-        return low.view(torch.uint8) + up
+        def to_a_neighbour(scaled: torch.Tensor, share: float = share) -> torch.Tensor:
+            low = planted.towards_zero(scaled)
+            up = (torch.rand(scaled.shape, generator=random) < share) & (low.float() != scaled)
+            return low.view(torch.uint8) + up
 
-    def stochastic(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return planted.mx(x, rule="up", elements=to_a_neighbour)
+        made = planted.mx(x, rule="up", elements=to_a_neighbour)
+        found = plain_finding("mxfp8", "rowwise", *made, x=x)
+        assert found.causes == ()
+        assert any("at random" in clause for clause in found.nearest) == (share < 1)
 
-    inputs = [Input("x", SMALL.float())]
-    (finding,) = verify_function(stochastic, "mxfp8", inputs=inputs).findings
-    assert finding.causes == ()
-    assert "at random" in finding.nearest[-1]
+
+def test_what_departs_of_a_transpose_is_told_by_its_places() -> None:
+    x = X.float()
+    made = Interpretation(PLAIN.contract, "columnwise", x).parts
+    made["scales"][2, 1] += 1
+    found = plain_finding(PLAIN, "columnwise", *made.values(), x=x)
+    (example,) = found.examples
+    assert (example.kind, example.row, example.column) == ("scale", 2, 16)
+    assert example.value == x[16:32, 2].abs().max()
+    assert found.error is not None
 
 
 def test_two_turns_are_found_together() -> None:
@@ -307,6 +336,18 @@ def test_tensors_that_cannot_be_compared(tmp_path: Path) -> None:
     assert verify_checkpoint(source, source).exit_status == 2
 
 
+def test_a_part_of_a_large_tensor_has_the_bytes_of_the_whole() -> None:
+    x = outliers(384, 640, seed=7)
+    for named in CONTRACTS:
+        if "(" in named.name or takes_scale(named.steps):
+            continue
+        stored = of_parts(Interpretation(named.contract, named.usage, x, seed=1).parts)
+        compared = compare(Explanation(named), Case("", x, stored, seed=1, in_window=True))
+        assert compared is not None, named.name
+        assert compared.agreement.is_exact or named.steps.random is not None, named.name
+        assert compared.agreement.elements < x.numel(), named.name
+
+
 @pytest.mark.parametrize(
     "turn",
     [
@@ -332,6 +373,61 @@ def test_large_tensors_are_searched_in_a_part(turn: str, tmp_path: Path) -> None
     assert (says[turn],) in finding.causes
     if finding.agreement is not None:
         assert finding.agreement.elements == x.numel()
+
+
+def test_a_part_does_not_stand_for_a_whole_with_another_byte(tmp_path: Path) -> None:
+    x = outliers(384, 640, seed=7)
+    data, scales = planted.mx(x, rule="up")
+    part = window_of(Case("", x, Stored.of(data, scales)), resolve_contract("mxfp8").steps)
+    assert part is not None
+    assert part[0].stop < 384
+    data.view(torch.uint8)[383, 5] ^= 1
+    quantized = checkpoint(tmp_path / "q", a__weight=data, a__weight_scale=scales)
+    source = checkpoint(tmp_path / "s", a__weight=x)
+    (finding,) = verify_checkpoint(quantized, source).findings
+    assert (finding.status, finding.causes) == ("departs", ())
+
+
+def test_tensors_that_were_made_in_different_ways(tmp_path: Path) -> None:
+    def twice(scaled: torch.Tensor) -> torch.Tensor:
+        return planted.cast(planted.cast(scaled, planted.E5M2).float())
+
+    x = SMALL.float()
+    tensors: dict[str, torch.Tensor] = {}
+    made = {
+        "a": planted.mx(x),
+        "b": planted.mx(x, rule="up", elements=twice),
+        "c": planted.mx(x, rule="up", elements=planted.towards_zero),
+    }
+    for name, (data, scales) in made.items():
+        tensors |= {f"{name}__weight": data, f"{name}__weight_scale": scales}
+    quantized = checkpoint(tmp_path / "q", **tensors)
+    source = checkpoint(tmp_path / "s", **{f"{name}__weight": x for name in made})
+    report = verify_checkpoint(quantized, source, contract="mxfp8", role="input")
+    says = {turn.name: turn.says for turn in TURNS}
+    floor = "bytes are those of mxfp8(scale_rounding=floor), weight, rowwise"
+    causes = {finding.name: finding.causes for finding in report.findings}
+    assert causes["a.weight"] == ((floor,),)
+    assert causes["b.weight"] == ((says["via-e5m2"],),)
+    assert causes["c.weight"] == ((says["truncated"],),)
+
+
+def test_what_explains_all_tensors_is_kept(tmp_path: Path) -> None:
+    """Ties alone do not tell truncation from ties to zero; every second tensor has other values."""
+    x = torch.full((32, 64), 19.0)
+    x[:, ::32] = 448.0
+    other = x.clone()
+    other[:, 1] = 19.5
+    sources = {f"{place}__weight": (x, other)[place % 2] for place in range(5)}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, source in sources.items():
+        data, scales = planted.mx(source, rule="up", elements=planted.towards_zero)
+        tensors |= {name: data, f"{name}_scale": scales}
+    quantized = checkpoint(tmp_path / "q", **tensors)
+    source = checkpoint(tmp_path / "s", **sources)
+    report = verify_checkpoint(quantized, source, contract="mxfp8", role="input")
+    expected = (("elements are truncated, not rounded",),)
+    assert [finding.causes for finding in report.findings] == [expected] * 5
 
 
 def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:
@@ -400,7 +496,7 @@ def test_a_wrong_scale_of_modelopt_departs(tmp_path: Path) -> None:
     of_modelopt(tmp_path, "nvfp4")
     file = tmp_path / "q" / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
-    tensors["a.weight_scale_2"] = 1 / tensors["a.weight_scale_2"]
+    tensors["a.weight_scale_2"] = planted.divide(2688.0, SMALL.float().abs().max())
     safetensors.torch.save_file(tensors, file)
     report = verify_checkpoint(tmp_path / "q", tmp_path / "s", contract="nvfp4", role="input")
     (finding,) = report.findings

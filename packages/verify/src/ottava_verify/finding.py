@@ -189,8 +189,7 @@ def finding(name: str, cases: Sequence[Case], result: Result, expected: Named) -
         if agrees.is_exact:
             return replace(found, status="equal")
         found = replace(found, **_departures([_compared(stated, case) for case in cases]))
-    exact = [each for each in result.exact if each.named == expected] or result.exact
-    causes = tuple(_clauses(explanation, expected) for explanation in exact)
+    causes = tuple(_clauses(explanation, expected) for explanation in result.exact)
     return replace(found, causes=causes, **_nearest(result.nearest, agrees, cases))
 
 

@@ -121,9 +121,7 @@ class Grid:
     def in_blocks(self, numbers: Tensor) -> Tensor:
         """Numbers >= 0 as ``[blocks down, rows, blocks across, columns]``, with zeros at ragged
         edges."""
-        height, width = (
-            side or max(size, 1) for side, size in zip(self.block, self.shape, strict=True)
-        )
+        height, width = (side or size for side, size in zip(self.block, self.shape, strict=True))
         down, across = self.counts
         missing = [0, across * width - self.shape[1], 0, down * height - self.shape[0]]
         padded = torch.nn.functional.pad(numbers, missing)

@@ -6,7 +6,7 @@ another way. Whether it explains given bytes is decided by computing them.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ottava.formats import IntegerFormat
-from ottava_verify.formats import format_of
 from ottava_verify.interpretation import Interpretation
 from ottava_verify.steps import Steps
 from ottava_verify.ways import FAMILIES, VIEWS, WAYS, View, Way
@@ -31,7 +29,7 @@ class Turn:
     Attributes:
         name: a word for programs.
         step: what it changes. The turns of one explanation change different steps.
-        of: the contracts that have what it changes, by a word of :func:`words_of`; empty for all.
+        of: the contracts that have what it changes: values that their fields may have, by path.
         says: a clause for people: how the bytes were made.
         edits: fields and steps of the contract, ``"scale.rule"``, with other values, or with
             functions of the steps that give them; and quantities of an
@@ -42,7 +40,7 @@ class Turn:
 
     name: str
     step: str
-    of: str
+    of: Mapping[str, Sequence[str]]
     says: str
     edits: Mapping[str, Any]
     view: View | None
@@ -60,8 +58,10 @@ class Turn:
 
     def edited(self, steps: Steps) -> Steps | None:
         """The steps with other fields; None where the turn does not apply, or changes nothing."""
-        if self.of and self.of not in words_of(steps):
-            return None
+        for path, values in self.of.items():
+            step, _, name = path.partition(".")
+            if getattr(getattr(steps, step), name) not in values:
+                return None
         result = steps
         for path, given in self.fields.items():
             step, _, name = path.partition(".")
@@ -74,28 +74,6 @@ class Turn:
             result = result._replace(**{step: value})
         changes_nothing = self.fields and not self.ways and result == steps
         return None if changes_nothing else result
-
-
-def words_of(steps: Steps) -> set[str]:
-    """What turns may need of a contract, in words."""
-    element, scale = steps.element.format, steps.scale
-    words = {element, scale.format, scale.rule.partition("-")[0]}
-    words.add("integer" if isinstance(format_of(element), IntegerFormat) else "float")
-    words.add("random" if steps.random is not None else "nearest even")
-    words.add("transform" if steps.transform is not None else f"untransformed {element}")
-    if scale.rule != "rounded":
-        words.add("unrounded")
-    if steps.second_level is not None:
-        words.add("second level")
-    if None not in steps.amax.block:
-        words.add("blocks")
-    if element in ("E4M3", "E5M2"):
-        words.add("FP8")
-    if element in ("E2M1", "E2M3", "E3M2", "E5M2"):
-        words.add("short of E4M3")
-    if element in ("E2M1", "E4M3"):
-        words.add("short of E5M2")
-    return words
 
 
 def interpreted(turns: tuple[Turn, ...]) -> type[Interpretation]:
@@ -122,7 +100,7 @@ def _turns() -> Iterator[Turn]:
             for path, value in row.get("edits", {}).items()
         }
         edits |= WAYS.get(key, {})
-        of, takes_stored = row.get("of", ""), row.get("takes_stored", False)
+        of, takes_stored = row.get("of", {}), row.get("takes_stored", False)
         for value in row.get("values", [""]):
             text = f"{value:g}" if isinstance(value, float) else value
             name, says = key.format(text), row["says"].format(text)

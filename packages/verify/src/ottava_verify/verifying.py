@@ -268,28 +268,20 @@ def _search_together(group: Sequence[_Search]) -> None:
     found = match([search.part for search in sample], group[0].starts)
     for search in group:
         search.take(found.best)
-    if len(group) > 1:
-        for search in group:
-            search.look(search.starts, most_turns=2)
-        for search in group:
-            search.look(_learned(group), most_turns=1)
+    # They may have been made in different ways.
+    for search in group if len(group) > 1 else ():
+        search.look(search.starts, most_turns=2)
     # Of what explains one tensor, keep what explains all of them, if anything does.
-    learned = _learned(group)
-    if len(learned) > 1:
-        common = match([search.case for search in group], learned, most_turns=0).exact
-        for search in group if common else ():
-            search.take(common)
+    learned = {each.key: each for search in group for each in search.result.exact}
+    common = match([search.case for search in group], learned.values(), most_turns=0).exact
     for search in group:
+        if common:
+            search.take(common)
         # A scale from outside explains any scale, and so comes last.
         from_outside = [Explanation(e) for e in search.known if takes_scale(e.steps)]
         if from_outside and search.stated is None and not search.result.exact:
             found = match([search.case], from_outside, most_turns=1)
             search.result = found if found.exact else search.result
-
-
-def _learned(group: Sequence[_Search]) -> list[Explanation]:
-    """What explains any of some tensors, each once."""
-    return list({each.key: each for search in group for each in search.result.exact}.values())
 
 
 # Two checkpoints.

@@ -41,9 +41,11 @@ _RHT = Transform(
 )
 
 
-def _square(steps: Steps) -> Sides:
-    size = max(side or 1 for side in steps.amax.block)
-    return size, size
+def _square(steps: Steps) -> Sides | None:
+    rows, columns = steps.amax.block
+    if rows is None or columns is None:
+        return steps.amax.area
+    return max(rows, columns), max(rows, columns)
 
 
 def _long(size: int) -> Callable[[Steps], Sides]:
