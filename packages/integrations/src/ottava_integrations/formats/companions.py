@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ottava.torch_private import version_of
 from ottava_integrations.formats.schemes import Scheme
 from ottava_integrations.formats.tensors import PublishedLevel
 
 _LEVEL, _INPUT_SCALE = "published_level", "published_input_scale"
-_SCHEME, _VERSION = "_published_scheme", "_published_version"
+_SCHEME, _VERSION = "_published_scheme", "_published_writes"
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ def attach(layer: torch.nn.Module, companions: Companions) -> None:
     layer.register_buffer(_LEVEL, level, persistent=False)
     layer.register_buffer(_INPUT_SCALE, companions.input_scale, persistent=False)
     layer.__dict__[_SCHEME] = companions.scheme
-    layer.__dict__[_VERSION] = layer.get_parameter("weight")._version
+    layer.__dict__[_VERSION] = version_of(layer.get_parameter("weight"))
 
 
 def is_as_published(layer: torch.nn.Module) -> bool:
     """Whether nothing has written to a weight since it was loaded, so that another tool made its
     bytes."""
     version = layer.__dict__.get(_VERSION)
-    return version is not None and version == layer.get_parameter("weight")._version
+    return version is not None and version == version_of(layer.get_parameter("weight"))
 
 
 def companions_of(layer: torch.nn.Module) -> Companions | None:
