@@ -2,7 +2,8 @@
 
 Three models see each batch: the trainer's, under its recipe; the server's, with the bytes of a
 published checkpoint; and, for each layer, the product in high precision of the trainer's own input
-and weight. The measure is the SQNR of :mod:`ottava_debug.measures`, of outputs.
+and weight. The measures are those of :mod:`ottava_debug.measures`: the SQNR of outputs, and the
+underflow of the operands, which the SQNR hides.
 """
 
 import copy
@@ -16,18 +17,26 @@ from typing import Any
 import torch
 
 import ottava
+from ottava.cli.output import plain
 from ottava.errors import UsageError
 from ottava.filesystem import AnyPath
 from ottava.nn import Linear
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.analysis.captured import call_model, first_of
+from ottava_debug.measures import compare, loss_sums, measures_of
+from ottava_debug.products import Inspection, Watch
+from ottava_debug.sums import Sums, add
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class ServedLayer:
-    """One layer under both numerics. All ratios are SQNRs in dB; inf where nothing differs.
+    """One layer under both numerics.
+
+    Ratios are SQNRs in dB: inf where nothing differs, -inf where a side is not finite. Underflow is
+    the percentage of the nonzero values that become zero, of the input or of the weight, whichever
+    loses more.
 
     Attributes:
         name: of the layer.
@@ -38,7 +47,11 @@ class ServedLayer:
         trained: of the trainer's output, against the product in high precision.
         served: of the server's output for the same input, against that product.
         between: of the server's output for the same input, against the trainer's.
-        accumulated: as ``between``, where the server's layer has the input of its own run.
+        accumulated: as ``between``, where the server's layer has the input of its own run; nan
+            where that input has other rows, because a router chose other experts.
+        trained_underflow: of the trainer's operands.
+        served_underflow: of the server's operands for the same input, whose weight is compared with
+            the trainer's.
     """
 
     name: str
@@ -49,6 +62,8 @@ class ServedLayer:
     served: float
     between: float
     accumulated: float
+    trained_underflow: float
+    served_underflow: float
 
 
 @dataclass(frozen=True)
@@ -78,18 +93,9 @@ class ServedComparison:
         return min(layers, key=lambda layer: layer.between, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON: an infinite ratio is None, because both sides are equal."""
-        layers = [asdict(layer) for layer in self.layers]
-        for layer in layers:
-            for name, value in layer.items():
-                if value == math.inf:
-                    layer[name] = None
-        return {
-            "trainer": self.trainer,
-            "server": self.server,
-            "steps": self.steps,
-            "layers": layers,
-        }
+        """The comparison as JSON data; numbers that are not finite become ``"inf"``, ``"-inf"`` or
+        ``"nan"``."""
+        return plain(asdict(self))  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -114,14 +120,40 @@ class _Ratio:
         return 10 * math.log10(self.signal / self.noise)
 
 
-@dataclass
-class _Sums:
-    """The ratios of one layer."""
+class _Underflow(Inspection):
+    """Adds up what becomes zero in the quantized operands of a layer's forward passes."""
 
+    def __init__(self) -> None:
+        self._sums: dict[str, Sums] = {}
+
+    def observe(
+        self, gemm: str, tensor: str, values: Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
+        if quantized is not None and values.numel():
+            add(self._sums.setdefault(tensor, {}), loss_sums(values, quantized))
+
+    def percent(self) -> float:
+        """The underflow of the operand that loses more; 0 where none is quantized."""
+        return max((measures_of(sums).underflow for sums in self._sums.values()), default=0.0)
+
+
+@dataclass
+class _Pair:
+    """One layer of both models, and what is added up of it.
+
+    Attributes:
+        same_rows: whether the server's own runs had inputs of the same shapes so far.
+    """
+
+    trainer: torch.nn.Linear
+    server: torch.nn.Linear
     trained: _Ratio = field(default_factory=_Ratio)
     served: _Ratio = field(default_factory=_Ratio)
     between: _Ratio = field(default_factory=_Ratio)
     accumulated: _Ratio = field(default_factory=_Ratio)
+    same_rows: bool = True
+    trained_underflow: _Underflow = field(default_factory=_Underflow)
+    served_underflow: _Underflow = field(default_factory=_Underflow)
 
 
 def compare_served(
@@ -146,32 +178,39 @@ def compare_served(
     """
     server, report = _server_of(model, checkpoint)
     trainer = copy.deepcopy(model).eval()
-    trained = _linear_layers(trainer)
-    served = _linear_layers(server)
-    sums: dict[str, _Sums] = {}
+    trained, served = _linear_layers(trainer), _linear_layers(server)
+    pairs = {name: _Pair(trained[name], served[name]) for name in trained if name in served}
+    trainers = {name: pair.trainer for name, pair in pairs.items()}
+    servers = {name: pair.server for name, pair in pairs.items()}
+    called: dict[str, _Pair] = {}
     count = 0
     for batch in first_of(data, steps):
         # Hooks of one model are off while the other runs.
-        with torch.no_grad(), _recorded(trained) as of_trainer:
+        with torch.no_grad(), _watched(pairs), _recorded(trainers) as of_trainer:
             call_model(trainer, batch)
-        with torch.no_grad(), _recorded(served) as of_server:
+        with torch.no_grad(), _recorded(servers) as of_server:
             call_model(server, batch)
-        for name, calls in of_trainer.items():
-            _add(
-                sums.setdefault(name, _Sums()), calls, of_server[name], trained[name], served[name]
-            )
+        with torch.no_grad(), _watched(pairs):
+            for name, calls in of_trainer.items():
+                pair = called.setdefault(name, pairs[name])
+                _add(pair, calls, of_server.get(name, []))
         count += 1
     if not count:
         raise UsageError("the data have no batch", expected="an iterable of at least one")
-    layers = [
-        _report(name, ratios, trained[name], served[name], report) for name, ratios in sums.items()
-    ]
+    layers = [_report(name, pair, report) for name, pair in called.items()]
     return ServedComparison(type(model).__name__, str(checkpoint), tuple(layers), count)
 
 
 def _server_of(model: torch.nn.Module, checkpoint: AnyPath) -> tuple[torch.nn.Module, Any]:
     """A copy of the model with the bytes of a checkpoint, and what was loaded."""
-    from ottava_integrations import load_quantized
+    try:
+        from ottava_integrations import load_quantized
+    except ImportError as error:
+        raise UsageError(
+            "ottava-integrations is not installed, which loads published checkpoints",
+            expected="ottava-integrations in this environment",
+            remedy="pip install ottava-integrations",
+        ) from error
 
     with warnings.catch_warnings(action="ignore"):
         server = ottava.revert(copy.deepcopy(model))
@@ -185,6 +224,17 @@ def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     return {name: module for name, module in modules if isinstance(module, torch.nn.Linear)}
 
 
+@contextmanager
+def _watched(pairs: Mapping[str, _Pair]) -> Iterator[None]:
+    """The operands of both models' layers are inspected inside the block."""
+    inspections: dict[Any, Inspection] = {}
+    for pair in pairs.values():
+        inspections[pair.trainer] = pair.trained_underflow
+        inspections[pair.server] = pair.served_underflow
+    with Watch(inspections.get):
+        yield
+
+
 #: The inputs and outputs of the calls of each layer.
 _Calls = dict[str, list[tuple[Tensor, Tensor]]]
 
@@ -196,10 +246,11 @@ def _recorded(layers: Mapping[str, torch.nn.Linear]) -> Iterator[_Calls]:
     handles = []
     for name, layer in layers.items():
 
-        def keep(module: Any, args: Any, output: Tensor, name: str = name) -> None:
-            calls.setdefault(name, []).append((args[0].detach(), output.detach()))
+        def keep(module: Any, args: Any, kwargs: Any, output: Tensor, name: str = name) -> None:
+            x = args[0] if args else kwargs["input"]
+            calls.setdefault(name, []).append((x.detach(), output.detach()))
 
-        handles.append(layer.register_forward_hook(keep))
+        handles.append(layer.register_forward_hook(keep, with_kwargs=True))
     try:
         yield calls
     finally:
@@ -208,24 +259,24 @@ def _recorded(layers: Mapping[str, torch.nn.Linear]) -> Iterator[_Calls]:
 
 
 def _add(
-    sums: _Sums,
-    calls: list[tuple[Tensor, Tensor]],
-    of_server: list[tuple[Tensor, Tensor]],
-    trainer: torch.nn.Linear,
-    server: torch.nn.Linear,
+    pair: _Pair, calls: list[tuple[Tensor, Tensor]], of_server: list[tuple[Tensor, Tensor]]
 ) -> None:
     """Add the calls of a layer in one batch."""
-    weight, bias = _values(trainer.weight), trainer.bias
-    for (x, output), (_, output_of_server) in zip(calls, of_server, strict=True):
-        with torch.no_grad():
-            exact = torch.nn.functional.linear(x.double(), weight.double())
-            if bias is not None:
-                exact += bias.double()
-            same_input = server(x)
-        sums.trained.add(exact, output)
-        sums.served.add(exact, same_input)
-        sums.between.add(output, same_input)
-        sums.accumulated.add(output, output_of_server)
+    weight, bias = _values(pair.trainer.weight).double(), pair.trainer.bias
+    for x, output in calls:
+        exact = torch.nn.functional.linear(x.double(), weight)
+        if bias is not None:
+            exact += bias.double()
+        same_input = pair.server(x)
+        pair.trained.add(exact, output)
+        pair.served.add(exact, same_input)
+        pair.between.add(output, same_input)
+    shapes, of_others = ([output.shape for _, output in each] for each in (calls, of_server))
+    if shapes != of_others:
+        pair.same_rows = False
+        return
+    for (_, output), (_, output_of_server) in zip(calls, of_server, strict=True):
+        pair.accumulated.add(output, output_of_server)
 
 
 def _values(weight: Any) -> Tensor:
@@ -236,20 +287,22 @@ def _values(weight: Any) -> Tensor:
     return values
 
 
-def _report(
-    name: str, sums: _Sums, trainer: torch.nn.Linear, server: torch.nn.Linear, loaded: Any
-) -> ServedLayer:
-    ratio = _Ratio()
-    ratio.add(_values(trainer.weight), _values(server.weight))
-    recipe = trainer.recipe if isinstance(trainer, Linear) else None
-    stored = loaded.layers.get(name)
+def _report(name: str, pair: _Pair, loaded: Any) -> ServedLayer:
+    weight = compare(_values(pair.trainer.weight), _values(pair.server.weight))
+    recipe = pair.trainer.recipe if isinstance(pair.trainer, Linear) else None
+    server = "high precision"
+    if name in loaded.layers:
+        stored = loaded.layers[name]
+        server = f"{stored.scheme}, inputs {stored.activations}"
     return ServedLayer(
-        name,
-        "high precision" if recipe is None else recipe._label,
-        "high precision" if stored is None else f"{stored.scheme}, inputs {stored.activations}",
-        ratio.decibels(),
-        sums.trained.decibels(),
-        sums.served.decibels(),
-        sums.between.decibels(),
-        sums.accumulated.decibels(),
+        name=name,
+        trainer="high precision" if recipe is None else recipe._label,
+        server=server,
+        weight=weight.sqnr,
+        trained=pair.trained.decibels(),
+        served=pair.served.decibels(),
+        between=pair.between.decibels(),
+        accumulated=pair.accumulated.decibels() if pair.same_rows else math.nan,
+        trained_underflow=pair.trained_underflow.percent(),
+        served_underflow=max(weight.underflow, pair.served_underflow.percent()),
     )
