@@ -12,13 +12,16 @@ from ottava_custom import HybridQuantizer, IdentityQuantizer
 from ottava_integrations import ServedRecipe, iter_exported
 from ottava_integrations.formats import SCHEMES, Scheme, published_tensors, quantized_weight
 
-_TRAINING = (None, "mxfp8", "high_precision")
+#: Recipes of the backward pass, of which "rowwise" has wgrad in high precision.
+_TRAINING = (None, "mxfp8", "rowwise", "high_precision")
 
 
 def recipe_of(scheme: Scheme, activations: str | None, training: str | None) -> ServedRecipe:
     chosen: Any = training
     if training == "high_precision":
         chosen = ottava.get_recipe("current", backward="high_precision")
+    elif training == "rowwise":
+        chosen = ottava.get_recipe("rowwise", wgrad_high_precision=True)
     return ServedRecipe(scheme.format, scheme.grain, activations, chosen)
 
 
@@ -41,46 +44,67 @@ def exported(layer: ottava.nn.Linear, recipe: ServedRecipe) -> ottava.nn.Linear:
     return result
 
 
+def recipes_of(scheme: Scheme) -> list[ServedRecipe]:
+    """Recipes for each way to quantize inputs, and for each kind of backward pass."""
+    words = ["none", "tensor", "token", "block", *(["group"] if scheme.grain == "group" else [])]
+    recipes = [recipe_of(scheme, word, None) for word in words]
+    return recipes + [recipe_of(scheme, None, training) for training in _TRAINING]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("training", _TRAINING)
-@pytest.mark.parametrize("activations", [None, "none"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_training_computes_what_the_export_computes(
-    scheme: Scheme, activations: str | None, training: str | None, dtype: torch.dtype
+def test_training_computes_what_the_export_computes(scheme: Scheme, dtype: torch.dtype) -> None:
+    for recipe in recipes_of(scheme):
+        layer = layer_of(recipe, dtype)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        generator = torch.Generator().manual_seed(1)
+        for rows in (33, 1):
+            x = torch.randn(rows, 256, generator=generator).to(dtype)
+            y = layer(x)
+            assert torch.equal(y, exported(layer, recipe)(x)), recipe
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def read(recipe: ottava.Recipe, role: str, values: torch.Tensor, usage: str) -> torch.Tensor:
+    """The values in float64 that a product reads of an operand, by rows or by columns."""
+    quantizer = recipe.quantizer(role).copy()
+    quantizer.set_usage(rowwise=usage == "rows", columnwise=usage == "columns")
+    return quantizer(values.detach()).dequantize(dtype=torch.float32).double()
+
+
+@pytest.mark.parametrize("training", [*_TRAINING, "current"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_gradients_are_those_of_the_values_that_the_backward_pass_reads(
+    scheme: Scheme, training: str | None
 ) -> None:
-    recipe = recipe_of(scheme, activations, training)
-    layer = layer_of(recipe, dtype)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    generator = torch.Generator().manual_seed(1)
-    for rows in (33, 1):
-        x = torch.randn(rows, 256, generator=generator).to(dtype)
-        assert torch.equal(layer(x), exported(layer, recipe)(x))
-        layer(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_gradients_are_those_of_the_served_values(scheme: Scheme) -> None:
-    recipe = ServedRecipe(scheme.format, scheme.grain)
+    recipe = recipe_of(scheme, None, training)
     layer = layer_of(recipe, torch.float32)
     x = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
     gradient = torch.randn(32, 128, generator=torch.Generator().manual_seed(2))
     layer(x).backward(gradient)
 
-    quantizer = scheme.exports_as.make().quantizer("weight")
-    weight = quantizer(layer.weight.detach()).dequantize().double()
-    value = x.detach()
-    if recipe.activations != "none":
+    weight, value = layer.weight.detach().double(), x.detach().double()
+    of_dgrad = of_wgrad = gradient.double()
+    if training is None:
+        weight = read(scheme.exports_as.make(), "weight", layer.weight, "rows")
         assert recipe.activations is not None
-        of_input = scheme.input_choice(recipe.activations).make().quantizer("input")
-        value = of_input(x.detach()).dequantize()
-    expected_input = gradient.double() @ weight
-    expected_weight = gradient.double().T @ value.double()
+        if recipe.activations != "none":
+            value = read(scheme.input_choice(recipe.activations).make(), "input", x, "rows")
+    elif training != "high_precision":
+        other = ottava.get_recipe(training)
+        weight = read(other, "weight", layer.weight, "columns")
+        of_dgrad = read(other, "grad_output", gradient, "rows")
+        if training != "rowwise":
+            value = read(other, "input", x, "columns")
+            of_wgrad = read(other, "grad_output", gradient, "columns")
     assert x.grad is not None
     assert layer.weight.grad is not None
-    torch.testing.assert_close(x.grad.double(), expected_input, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(layer.weight.grad.double(), expected_weight, rtol=1e-4, atol=1e-4)
+    expected = of_dgrad @ weight
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-5)
+    expected = of_wgrad.T @ value
+    torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_backward_pass_is_that_of_the_other_recipe() -> None:
