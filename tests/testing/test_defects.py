@@ -9,13 +9,12 @@ import re
 import pytest
 
 from ottava_testing import check_recipe, list_checks
-from tests.testing.defects import DEFECTS, Defect, forget
+from tests.testing.defects import DEFECTS, Defect
 from tests.testing.row_recipe import SPEC, Rows
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda d: f"{d.check}: {d.message}")
 def test_a_broken_recipe_fails_with_the_name_of_its_defect(defect: Defect) -> None:
-    forget()
     (result,) = check_recipe(defect.recipe(), spec=defect.spec, only=[defect.check]).results
     assert result.outcome == "failed"
     assert re.search(defect.message, result.message), result.message
