@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ottava import QuantizedTensorStorage, RecipeSpec
+from ottava import GridQuantizer, Layout, QuantizedTensorStorage, RecipeSpec
 from ottava.distributed import ShardBatch, ShardRule
 from ottava.errors import ShapeError
 from ottava.recipes.state import RecipeState
-from ottava.tensors import InnerTensor, implements
+from ottava.tensors import GridTensor, GridTensorStorage, InnerTensor, implements
 from ottava.tensors.storage import rebuild_storage
 from tests.testing.row_recipe import SPEC, RowQuantizer, Rows, RowStorage, RowTensor
 
@@ -74,7 +74,18 @@ class TwoWaysQuantizer(RowQuantizer):
         return self.rowwise_usage, self.columnwise_usage
 
 
+class LayoutQuantizer(GridQuantizer):
+    """A scale for each row by a layout, which states every choice."""
+
+    storage, tensor = GridTensorStorage, GridTensor
+
+    def __init__(self, rounding: str = "nearest") -> None:
+        super().__init__(Layout("E4M3", (1, None), rounding=rounding))
+
+
 # -- what the lines call --
+
+OTHER_CONTRACT = LayoutQuantizer("floor").contract
 
 NUMBERS = itertools.count(1)
 OWN_GENERATOR = torch.Generator()

@@ -15,8 +15,8 @@ from functools import reduce
 from typing import NamedTuple, cast
 
 from ottava.contract import Contract, Element, Scale, Storage
+from ottava.contract.steps import Steps, Usage, check_given, steps_of
 from ottava.errors import OptionError
-from ottava_verify.steps import Steps, Usage, check_given, steps_of
 from tests.verify import numbers
 from tests.verify.numbers import FLT_MAX, bits_of, format_of, product, quotient, rounded
 

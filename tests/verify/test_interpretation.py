@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ottava import Contract, GridQuantizer, Layout
-from ottava.contract import NOTHING_STATED, Direction
+from ottava.contract import NOTHING_STATED, Direction, Interpretation
 from ottava.errors import OptionError, UsageError
+from ottava.gemm import stored_tensors
 from ottava.kernels import fixed_seed
 from ottava.tensors import Quantizer
 from ottava_custom import CurrentScalingTensorRef, IdentityQuantizer
-from ottava_verify import Interpretation, stored_tensors
 from tests.comparing import assert_same
 from tests.core.test_layout import layouts
 from tests.samples import SPECIAL, tiles, wide

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 import ottava
 from ottava.checkpoint import save_file
 from ottava.cli.main import app
+from ottava.contract import Interpretation
+from ottava.contract.steps import takes_scale
 from ottava.errors import OptionError, UsageError
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
 from ottava_nvfp4 import NVFP4Quantizer
 from ottava_verify import (
     TURNS,
-    Interpretation,
     assert_contract,
     verify,
     verify_checkpoint,
@@ -39,7 +40,6 @@ from ottava_verify.functions import Input, read
 from ottava_verify.inputs import outliers
 from ottava_verify.output import sentences
 from ottava_verify.search import Case, Explanation, compare, match, window_of
-from ottava_verify.steps import takes_scale
 from ottava_verify.stored import Stored, of_parts
 from tests.comparing import assert_same
 from tests.verify import planted

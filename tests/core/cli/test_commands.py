@@ -325,7 +325,6 @@ def test_a_command_that_is_not_installed_says_how_to_get_it(
         "demo": "ottava-",
         "analyze model.safetensors": "ottava-",
         "bisect": "ottava-",
-        "contract mxfp8": "ottava-verify",
         "vectors mxfp8": "ottava-verify",
         "verify a b": "ottava-verify",
         "export in out --recipe bf16": "ottava-integrations",

@@ -10,9 +10,7 @@ __version__ = "0.1.0"
 
 # Module -> the public names that it defines.
 _NAMES = {
-    "interpretation": "Interpretation",
     "finding": "Finding Report",
-    "stored": "stored_tensors",
     "turns": "TURNS Turn",
     "vectors": "HASHES Vectors make_vectors",
     "verifying": "assert_contract verify verify_checkpoint verify_checkpoints verify_function",
@@ -37,8 +35,6 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from ottava_verify.finding import Finding as Finding
     from ottava_verify.finding import Report as Report
-    from ottava_verify.interpretation import Interpretation as Interpretation
-    from ottava_verify.stored import stored_tensors as stored_tensors
     from ottava_verify.turns import TURNS as TURNS
     from ottava_verify.turns import Turn as Turn
     from ottava_verify.vectors import HASHES as HASHES

@@ -10,13 +10,14 @@ from torch import Tensor
 from ottava.checkpoint import read_state
 from ottava.checkpoint.published import find_published, weight_of
 from ottava.contract import Contract
+from ottava.contract.numbers import numbers_of_codes, numbers_of_scales
+from ottava.contract.steps import USAGES, Grid, Usage
 from ottava.errors import OttavaError
 from ottava.filesystem import AnyPath, as_path
+from ottava.gemm import stored_tensors
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import QuantizedTensorStorage
-from ottava_verify.formats import numbers_of_codes, numbers_of_scales
-from ottava_verify.steps import USAGES, Grid, Usage
-from ottava_verify.stored import INVERSE, Stored, of_parts, stored_tensors
+from ottava_verify.stored import INVERSE, Stored, of_parts
 
 # What follows a weight's name in that of its scales.
 _SCALES = ("_scale", "_scale_inv", "_scales")

@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from ottava.contract import Contract, Direction
+from ottava.contract.steps import USAGES, Steps, Usage, steps_of
 from ottava.errors import OptionError, OttavaError
 from ottava.filesystem import as_path
 from ottava.recipes import Recipe, get_recipe
 from ottava.recipes.registry import list_recipes
-from ottava.recipes.role import OF_LINEAR
 from ottava.tensors import Quantizer
-from ottava_verify.steps import USAGES, Steps, Usage, steps_of
 
 #: What a user names a contract by.
 AnyContract = Contract | Recipe | Quantizer | str
@@ -142,15 +141,3 @@ def resolve_contract(
             remedy="`ottava contract` prints contracts",
         )
     return Named(f"{title}, {usage}", stated, usage)
-
-
-def quantizers_of(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> dict[str, Quantizer]:
-    """The quantizer of each role.
-
-    Raises:
-        OptionError: a role is unknown.
-    """
-    for role in roles:
-        if role not in OF_LINEAR:
-            raise OptionError(f"the role is {role!r}", expected=f"one of {', '.join(OF_LINEAR)}")
-    return {role: recipe.quantizer(role) for role in roles}

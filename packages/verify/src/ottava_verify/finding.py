@@ -9,9 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ottava.formats import IntegerFormat
-from ottava_verify.contracts import Named
-from ottava_verify.formats import (
+from ottava.contract.numbers import (
     below,
     format_of,
     magnitudes,
@@ -19,6 +17,9 @@ from ottava_verify.formats import (
     numbers_of_codes,
     numbers_of_scales,
 )
+from ottava.contract.steps import Grid
+from ottava.formats import IntegerFormat
+from ottava_verify.contracts import Named
 from ottava_verify.search import (
     MOST_TURNS,
     Agreement,
@@ -29,7 +30,6 @@ from ottava_verify.search import (
     compare,
     match,
 )
-from ottava_verify.steps import Grid
 from ottava_verify.stored import shapes_of
 
 Status = Literal["equal", "departs", "not compared"]

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from ottava.contract.numbers import middles
+from ottava.contract.steps import Steps, Usage, takes_scale
 from ottava.errors import DTypeError, UsageError, text_of
-from ottava.gemm import Operand
+from ottava.gemm import Operand, stored_tensors
 from ottava.kernels import fixed_seed
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_verify.contracts import Named
-from ottava_verify.formats import middles
 from ottava_verify.inputs import DTYPES, inputs_of, outliers
 from ottava_verify.search import Case
-from ottava_verify.steps import Steps, Usage, takes_scale
-from ottava_verify.stored import INVERSE, Stored, of_parts, stored_tensors
+from ottava_verify.stored import INVERSE, Stored, of_parts
 from ottava_verify.vectors import SCALE, SEED
 
 Tensor = torch.Tensor

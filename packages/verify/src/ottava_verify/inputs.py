@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ottava_verify.formats import magnitudes
-from ottava_verify.steps import Steps
+from ottava.contract.numbers import magnitudes
+from ottava.contract.steps import Steps
 
 _MASK = (1 << 64) - 1
 #: Dtypes by the names that inputs have.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ottava.contract import Contract, Direction
+from ottava.contract.interpretation import Interpretation
+from ottava.contract.steps import Grid, Sides, Steps, takes_scale
 from ottava_verify.contracts import Named
-from ottava_verify.interpretation import Interpretation
-from ottava_verify.steps import Grid, Sides, Steps, takes_scale
 from ottava_verify.stored import LEVELS, Shapes, Stored, fitted, levels_of, shapes_of
 from ottava_verify.turns import TURNS, Turn, interpreted
 

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.errors import DTypeError, UsageError
-from ottava.gemm import Operand, side_of
-from ottava.tensors import QuantizedTensorStorage
-from ottava_verify.interpretation import Interpretation, Levels
-from ottava_verify.steps import Grid, Size, Steps, Usage
+from ottava.contract.interpretation import Interpretation, Levels
+from ottava.contract.steps import Grid, Size, Steps
+from ottava.errors import DTypeError
 
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
 _CODES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
@@ -73,31 +71,8 @@ class Stored:
         return self.data.reshape(math.prod(self.data.shape[:-1]), width)
 
 
-def stored_tensors(
-    result: Tensor | QuantizedTensorStorage | Operand, usage: Usage
-) -> dict[str, Tensor]:
-    """What a quantizer stored of a usage: ``data`` are uint8; ``scales`` are float32, or codes in
-    uint8; ``amax`` are those of the second level, as a vector.
-
-    Raises:
-        UsageError: the usage is not held, or its elements and scales are on no grid.
-    """
-    side = side_of(result, usage == "columnwise")
-    if side is None:
-        raise UsageError(
-            f"a {type(result).__name__} says nothing of its {usage} data",
-            expected="a quantized tensor of elements and scales on a grid",
-        )
-    parts = {"data": side.values}
-    if side.scales is not None:
-        parts["scales"] = side.scales
-    if side.amax is not None:
-        parts["amax"] = side.amax.reshape(-1)
-    return {name: part.detach() for name, part in parts.items()}
-
-
 def of_parts(parts: Mapping[str, Tensor]) -> Stored:
-    """What Ottava stored, from :func:`stored_tensors`."""
+    """What Ottava stored, from :func:`~ottava.gemm.stored_tensors`."""
     return Stored.of(parts["data"], parts["scales"], parts.get("amax"), ("amax",))
 
 

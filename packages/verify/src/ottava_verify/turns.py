@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ottava_verify.interpretation import Interpretation
-from ottava_verify.steps import Steps
+from ottava.contract.interpretation import Interpretation
+from ottava.contract.steps import Steps
 from ottava_verify.ways import FAMILIES, VIEWS, WAYS, View, Way
 
 # Steps of the contract that a turn replaces as a whole.
@@ -33,7 +33,7 @@ class Turn:
         says: a clause for people: how the bytes were made.
         edits: fields and steps of the contract, ``"scale.rule"``, with other values, or with
             functions of the steps that give them; and quantities of an
-            :class:`~ottava_verify.Interpretation`, with other ways to compute them.
+            :class:`~ottava.contract.Interpretation`, with other ways to compute them.
         view: how stored tensors are looked at.
         takes_stored: whether it takes what was stored for right, and so explains too much.
     """

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from ottava.contract import Contract
+from ottava.contract.interpretation import Interpretation
+from ottava.contract.steps import USAGES, Steps, Usage, steps_of
 from ottava.errors import UsageError, named
 from ottava.filesystem import AnyPath, Partial, check_file_target, mode_of, write_new
-from ottava.gemm import side_of
+from ottava.gemm import side_of, stored_tensors
 from ottava.kernels import fixed_seed
 from ottava.recipes import Recipe
-from ottava.recipes.role import OF_LINEAR
+from ottava.recipes.role import OF_LINEAR, check_of_linear
 from ottava.tensors import Quantizer
-from ottava_verify.contracts import quantizers_of
 from ottava_verify.inputs import inputs_of
-from ottava_verify.interpretation import Interpretation
-from ottava_verify.steps import USAGES, Steps, Usage, steps_of
-from ottava_verify.stored import stored_tensors
 
 #: A recipe and its options, ``"mxfp8 scale_rounding=floor"`` for example -> the SHA-256 of the file
 #: that ``ottava vectors`` writes.
@@ -105,7 +103,8 @@ def make_vectors(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> Vectors:
         OptionError: a role is unknown, or a contract is not stated.
         UsageError: a quantizer's bytes are not those of its contract.
     """
-    quantizers = quantizers_of(recipe, roles)
+    check_of_linear(roles)
+    quantizers = {role: recipe.quantizer(role) for role in roles}
     by_hash = {each.contract.hash: each for each in quantizers.values()}
     steps = _all_steps(quantizers)
     inputs = inputs_of(steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ottava.contract.steps import Usage, takes_scale
 from ottava.errors import UsageError, named
 from ottava.filesystem import AnyPath
 from ottava_verify.checkpoints import Quantized, quantized_tensors, source_tensors
@@ -16,7 +17,6 @@ from ottava_verify.finding import Finding, Report, finding, finding_of_function
 from ottava_verify.functions import Input, cases_of, golden_inputs
 from ottava_verify.output import example_line, sentences
 from ottava_verify.search import Agreement, Case, Explanation, Result, compare, match
-from ottava_verify.steps import Usage, takes_scale
 from ottava_verify.stored import Stored
 
 # Larger matrices are compared in a part of them first.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ottava.contract import Transform
-from ottava_verify.formats import (
+from ottava.contract.interpretation import Interpretation
+from ottava.contract.numbers import (
     FLT_MAX,
     below,
     magnitudes,
@@ -22,8 +23,7 @@ from ottava_verify.formats import (
     nearest,
     numbers_of_scales,
 )
-from ottava_verify.interpretation import Interpretation
-from ottava_verify.steps import Sides, Steps
+from ottava.contract.steps import Sides, Steps
 from ottava_verify.stored import Shapes, Stored
 
 #: The quantity as the contract has it.

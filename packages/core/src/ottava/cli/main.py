@@ -15,6 +15,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import ottava
+from ottava.cli.contract import contract
 from ottava.cli.doctor import doctor
 from ottava.cli.output import escaped, say
 from ottava.cli.recipes import recipes
@@ -28,7 +29,6 @@ _ELSEWHERE = {
     "analyze": "ottava-debug",
     "bisect": "ottava-bisect",
     "check-recipe": "ottava-testing",
-    "contract": "ottava-verify",
     "demo": "ottava-demo",
     "export": "ottava-integrations",
     "new-recipe": "ottava-testing",
@@ -141,7 +141,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands, no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch."
 )
-for _function in (recipes, doctor):
+for _function in (recipes, contract, doctor):
     app.command()(_function)
 
 

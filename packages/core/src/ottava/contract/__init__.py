@@ -14,7 +14,7 @@ say makes the same bytes; :func:`schema` says what each word means. Quantizing i
 7. Elements and scales are stored (:class:`Storage`).
 
 Each step is computed in float32, correctly rounded, and in the order in which its formula is
-written.
+written. :class:`Interpretation` does that with a matrix, without the kernels of Ottava.
 """
 
 from ottava.contract.choices import (
@@ -34,6 +34,7 @@ from ottava.contract.choices import (
     Transform,
 )
 from ottava.contract.contract import NOTHING_STATED, Contract, schema
+from ottava.contract.interpretation import Interpretation
 
 __all__ = [
     "NOTHING_STATED",
@@ -46,6 +47,7 @@ __all__ = [
     "Contract",
     "Direction",
     "Element",
+    "Interpretation",
     "Random",
     "Scale",
     "SecondLevel",

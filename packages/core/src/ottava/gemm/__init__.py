@@ -8,7 +8,7 @@
 """
 
 from ottava.gemm.dispatch import GemmType, gemm, multiply
-from ottava.gemm.operand import dense_side, side_of
+from ottava.gemm.operand import dense_side, side_of, stored_tensors
 from ottava.gemm.planned import LayerProduct
 from ottava.tensors.operand import Operand, Side, as_matrix
 
@@ -22,4 +22,5 @@ __all__ = [
     "gemm",
     "multiply",
     "side_of",
+    "stored_tensors",
 ]

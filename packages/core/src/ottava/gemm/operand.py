@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from ottava.contract.steps import Usage
+from ottava.errors import UsageError
 from ottava.tensors.operand import Operand, Side, as_matrix
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -54,6 +56,30 @@ def side_of(x: Matrix, columnwise: bool) -> Side | None:
     assert data is not None
     amax = levels[0] if levels else None
     return Side(data, scales, layout, columnwise, x, amax)
+
+
+def stored_tensors(x: Matrix, usage: Usage) -> dict[str, Tensor]:
+    """What is stored for one usage of a quantized matrix.
+
+    Returns:
+        ``data``, uint8; ``scales``, float32, or codes in uint8; and ``amax``, those of the second
+        level as a vector, where there is one.
+
+    Raises:
+        UsageError: the usage is not held, or its elements and scales are on no grid.
+    """
+    side = side_of(x, usage == "columnwise")
+    if side is None:
+        raise UsageError(
+            f"a {type(x).__name__} says nothing of its {usage} data",
+            expected="a quantized tensor of elements and scales on a grid",
+        )
+    parts = {"data": side.values}
+    if side.scales is not None:
+        parts["scales"] = side.scales
+    if side.amax is not None:
+        parts["amax"] = side.amax.reshape(-1)
+    return {name: part.detach() for name, part in parts.items()}
 
 
 def dense_side(x: Matrix, columnwise: bool, dtype: torch.dtype) -> Side:

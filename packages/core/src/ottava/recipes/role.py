@@ -1,15 +1,28 @@
 """``QuantizerRole``: the tensor that a quantizer is for; and descriptions of what serves it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from ottava.errors import DTypeError
+from ottava.errors import DTypeError, OptionError
 
 if TYPE_CHECKING:
     import torch
 
 #: The tensors for which a linear layer asks for quantizers.
 OF_LINEAR = ("input", "weight", "grad_output")
+
+
+def check_of_linear(tensor_types: Iterable[str]) -> None:
+    """Refuse tensors for which a linear layer asks for no quantizer.
+
+    Raises:
+        OptionError: one is none of :data:`OF_LINEAR`.
+    """
+    for tensor_type in tensor_types:
+        if tensor_type not in OF_LINEAR:
+            expected = f"one of {', '.join(OF_LINEAR)}"
+            raise OptionError(f"the role is {tensor_type!r}", expected=expected)
 
 
 @dataclass(frozen=True)

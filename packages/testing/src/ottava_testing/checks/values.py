@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from ottava.contract import Interpretation
+from ottava.contract.steps import USAGES, Usage, steps_of, takes_scale
+from ottava.gemm import side_of, stored_tensors
+from ottava.kernels import fixed_seed
 from ottava.tensors import Quantizer
 from ottava_testing import table
 from ottava_testing.compare import (
@@ -19,6 +23,7 @@ from ottava_testing.compare import (
     plain,
     relative,
     require,
+    require_same,
     wide,
 )
 from ottava_testing.subject import ROLES, Subject
@@ -27,6 +32,8 @@ from ottava_testing.table import BLOCKS, DETERMINISTIC, FAKE_QUANTIZES, STATELES
 check = partial(table.check, "values")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RAGGED = ((), (1,), (7,), (33, 65), (2, 3, 32), (129, 2), (1, 1), (5, 1, 3, 17))
+#: Of random words.
+_SEED = 1234
 _EMPTY = ((0,), (0, 16), (16, 0), (2, 0, 8), (0, 0))
 
 
@@ -239,3 +246,38 @@ def quantizing_on_meta(subject: Subject) -> None:
             for what in ("shape", "dtype"):
                 words = f"{title} {name!r} of another {what}"
                 require(getattr(actual, what) == getattr(expected, what), words)
+
+
+@check(over=Subject.quantizers)
+def contract(subject: Subject, quantizer: Quantizer) -> None:
+    """The bytes are those of the quantizer's contract, if that states every choice."""
+    if not quantizer.contract.is_stated:
+        return
+    for values in (wide(65, 130), wide(48, 40, dtype=torch.bfloat16), _special_rows()):
+        with fixed_seed(_SEED):
+            result = quantizer(values)
+        for usage in USAGES:
+            if side_of(result, usage == "columnwise") is None:
+                continue
+            stored = stored_tensors(result, usage)
+            for name, expected in _by_contract(quantizer, usage, values).items():
+                words = f"the {usage} {name} are not those of the contract:"
+                require_same(words, stored[name].reshape(-1), expected.reshape(-1))
+
+
+def _by_contract(quantizer: Quantizer, usage: Usage, values: torch.Tensor) -> dict[str, Any]:
+    """What the contract of a quantizer stores of a matrix."""
+    given = None
+    if takes_scale(steps_of(quantizer.contract, usage)):
+        given = float(vars(quantizer)["scale"])
+    return Interpretation(quantizer.contract, usage, values, seed=_SEED, scale=given).parts
+
+
+def _special_rows() -> torch.Tensor:
+    """A matrix with zeros, large and small values, and rows with one infinity or NaN each."""
+    values = wide(64, 64, seed=1)
+    values[0] = 0.0
+    values[1], values[2] = -values[1] * 2.0**100, values[2] * 2.0**-140
+    for row, special in enumerate((math.inf, -math.inf, math.nan), start=3):
+        values[row, row] = special
+    return values

@@ -8,9 +8,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ottava.contract import Contract
-from ottava.formats import IntegerFormat
-from ottava_verify.formats import (
+from ottava.contract.contract import Contract
+from ottava.contract.numbers import (
     FLT_MAX,
     below,
     format_of,
@@ -21,7 +20,8 @@ from ottava_verify.formats import (
     numbers_of_scales,
     power_of_two,
 )
-from ottava_verify.steps import Grid, Usage, check_given, steps_of
+from ottava.contract.steps import Grid, Usage, check_given, steps_of
+from ottava.formats import IntegerFormat
 
 _MASK = (1 << 32) - 1
 
@@ -87,7 +87,7 @@ class Interpretation:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """What is stored, by the names of :func:`~ottava_verify.stored_tensors`."""
+        """What is stored, by the names of :func:`~ottava.gemm.stored_tensors`."""
         codes, scales = self.chosen.codes, self.areas.on(self.blocks, self.chosen.scales)
         if self.steps.storage.held == "transpose":
             codes, scales = codes.t(), scales.t()

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ottava.contract import RULES, Contract, Direction
-from ottava_verify.formats import numbers_of_codes, numbers_of_scales
-from ottava_verify.interpretation import Interpretation
-from ottava_verify.steps import USAGES, Steps, Usage, steps_of
+from ottava.contract.choices import RULES, Direction
+from ottava.contract.contract import Contract
+from ottava.contract.interpretation import Interpretation
+from ottava.contract.numbers import numbers_of_codes, numbers_of_scales
+from ottava.contract.steps import USAGES, Steps, Usage, steps_of
 
 _SEED, _SCALE = 1, 2.0
 #: The values of a block, whose largest number of digits float32 has.

@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava import contract as parts
-from ottava.contract import Contract, Direction
+from ottava.contract import choices as parts
+from ottava.contract.choices import Direction
+from ottava.contract.contract import Contract
 from ottava.errors import OptionError
 
 Usage = Literal["rowwise", "columnwise"]
