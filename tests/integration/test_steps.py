@@ -99,6 +99,11 @@ PROGRAMS: dict[str, list[Any]] = {
     "calibration inside of a recomputation": [
         *(runs(0, Use(0, 0, 0, blocks=("A", "calibrating"), recompute=True)), runs(0, LARGE))
     ],
+    "a calibrating block around a layer that once ran in another step": [
+        *(runs(0, Use(1, 0, 0, blocks=("A",))), runs(0, ONE)),
+        runs(0, Use(0, 0, 0, blocks=("calibrating", "A"))),
+        ("run", (0, [Use(1, 0, 0, blocks=("calibrating A",))], True, "train", None)),
+    ],
     "a calibrating block that fails": [
         *(("enter", ("calibrating A", True)), runs(1, ONE), ("leave", (True,)), ENTER_A, LEAVE)
     ],

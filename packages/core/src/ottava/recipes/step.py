@@ -135,6 +135,10 @@ class Step:
             compare_layers(states, group)
             self.phase = StepPhase.COMPARED
         update_states(states, group, calibrated=calibrated)
+        for state in states if calibrated else ():
+            if state.step is not None and state.step is not self:
+                # The model has it, and another step that it ran in: both begin with it again.
+                state.step.add_member(None, state)
         if not calibrated:
             self._count(states, compiling=False)
             # After an interrupt on the way here, the next step begins with the members.
