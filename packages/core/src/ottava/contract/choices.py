@@ -15,16 +15,18 @@ Unstated = Literal["unstated"]
 RULES = {
     "quotient": "scale = maximum / amax, and 1 if the amax is 0, infinite or NaN; its inverse is "
     "stored",
-    "quotient-floor": "as quotient, and the bits of the scale's mantissa are cleared before it is "
-    "inverted, so that a subnormal scale becomes 0",
+    "quotient-floor": "scale = maximum / amax, and 1 if the amax is 0, infinite or NaN; the bits "
+    "of its mantissa are cleared, so that a subnormal scale becomes 0; its inverse is stored",
     "given": "scale is a float32 from outside, and its inverse is stored",
-    "given-fitting": "the smaller one of a float32 from outside and the scale of quotient",
+    "given-fitting": "scale is the smaller one of a float32 from outside and maximum / amax, which "
+    "is 1 if the amax is 0, infinite or NaN; its inverse is stored",
     "up": "code of E8M0: 127 plus the exponent of the least power of two that is not below amax * "
     "float32(1 / maximum); limited to 0 and 254; of an infinite amax 254, of NaN 255",
     "floor": "code of E8M0: the exponent of amax minus that of maximum, plus 127; limited to 0 and "
     "254; of an infinite amax 254, of NaN 255",
-    "even": "as floor, of the amax to whose bits 2^(22 - m) is added, where m is the mantissa bits "
-    "of an element, and bits - 2 of an integer",
+    "even": "code of E8M0: to the bits of amax 2^(22 - m) is added, where m is the mantissa bits "
+    "of an element, and bits - 2 of an integer; then the exponent minus that of maximum, plus 127; "
+    "limited to 0 and 254; of an infinite amax 254, of NaN 255",
     "nearest": "code of E8M0: the exponent of amax * float32(1 / maximum), one more if its "
     "mantissa is above the root of 2, plus 127; limited to 0 and 254; of an infinite amax 254, of "
     "NaN 255",
@@ -91,7 +93,8 @@ class Amax:
 @dataclass(frozen=True)
 class SecondLevel:
     """Step 4: ``S = min(float32(bound * maximum) / min(amax, FLT_MAX), FLT_MAX)``, and
-    ``S_inv = 1 / S``. The amax ignores NaN; an amax of 0 gives FLT_MAX."""
+    ``S_inv = 1 / S``. The amax ignores NaN; an amax of 0 gives FLT_MAX. ``min(amax, FLT_MAX)`` is
+    stored."""
 
     over: Annotated[Sides, "rows and columns of the tensor that have one S"]
     bound: Annotated[float, "the scale that S gives to the block with the largest amax"]
