@@ -15,6 +15,7 @@ import torch
 
 from ottava import Layout
 from tests import oracle
+from tests.numbers import FLT_MAX
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -75,10 +76,10 @@ def _float_scales(amaxes: Array, layout: Layout, dtype: torch.dtype) -> tuple[Ar
     usable = np.isfinite(raised) & (raised != 0)
     maximum = np.float32(oracle.MAX[oracle.NAMES[layout.element]])
     scale = np.divide(maximum, raised, out=np.ones_like(raised), where=usable)
-    infinite = oracle.FLOATS[dtype if layout.finite_as == "input" else torch.float32].max
+    infinite = torch.finfo(dtype if layout.finite_as == "input" else torch.float32).max
     scale = np.where(np.isinf(scale), np.float32(infinite), scale)
     if layout.rounding == "floor":
-        scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
+        scale = (scale.view(np.int32) & 0x7F800000).view(np.float32)
     return scale, np.float32(1) / scale
 
 
@@ -125,9 +126,9 @@ def _e8m0_values(codes: Array) -> Array:
 
 
 def _narrow_scales(amaxes: Array, layout: Layout, dtype: torch.dtype) -> tuple[Array, Array]:
-    fmt = oracle.SCALES[layout.scale].number
+    fmt = oracle.SCALES[layout.scale]
     factor = np.float32(1.0 / oracle.MAX[oracle.NAMES[layout.element]])
-    products = np.minimum(amaxes, np.float32(oracle.FLOAT32_MAX)) * factor
+    products = np.minimum(amaxes, np.float32(FLT_MAX)) * factor
     # Unsigned numbers of three bits after the leading one, from the least exponent on.
     lowest = round(math.log2(fmt.positive[1])) + 3
     exponents = np.where(products == 0, lowest, np.frexp(products)[1] - 1).clip(lowest)
@@ -135,7 +136,7 @@ def _narrow_scales(amaxes: Array, layout: Layout, dtype: torch.dtype) -> tuple[A
     codes = ((exponents - lowest) * 8 + steps).clip(0, len(fmt.positive) - 1)
     codes = np.where(np.isnan(products), fmt.nan, codes).astype(np.uint8)
     values = scale_values(codes, layout).astype(np.float32)
-    return np.minimum(np.float32(1) / values, np.float32(oracle.FLOAT32_MAX)), codes
+    return np.minimum(np.float32(1) / values, np.float32(FLT_MAX)), codes
 
 
 _SCALES = {
@@ -158,7 +159,7 @@ def scale_values(stored: Array, layout: Layout) -> Array:
         return stored
     if layout.scale is torch.float8_e8m0fnu:
         return _e8m0_values(stored)
-    return np.array(oracle.SCALES[layout.scale].number.values)[stored]
+    return np.array(oracle.SCALES[layout.scale].values)[stored]
 
 
 # -- grids --

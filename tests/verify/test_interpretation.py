@@ -21,8 +21,8 @@ from ottava_custom import CurrentScalingTensorRef, IdentityQuantizer
 from tests.comparing import assert_same
 from tests.core.test_layout import layouts
 from tests.samples import SPECIAL, tiles, wide
+from tests.scalar import Bytes, decode, quantize
 from tests.verify.quantizers import FAMILIES, GIVEN, SEED, variants
-from tests.verify.scalar import Bytes, decode, quantize
 
 USAGES: list[Any] = ["rowwise", "columnwise"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

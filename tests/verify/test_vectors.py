@@ -21,7 +21,7 @@ from ottava_verify import HASHES, Vectors, make_vectors
 from ottava_verify.inputs import every_bfloat16, every_exponent, outliers, special, splitmix64
 from tests.comparing import assert_same
 from tests.core.conftest import ISAS, running
-from tests.verify.scalar import quantize
+from tests.scalar import quantize
 from tests.verify.test_interpretation import tensors as stored
 
 E4M3 = torch.float8_e4m3fn

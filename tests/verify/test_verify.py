@@ -42,10 +42,10 @@ from ottava_verify.output import sentences
 from ottava_verify.search import Case, Explanation, compare, match, window_of
 from ottava_verify.stored import Stored, of_parts
 from tests.comparing import assert_same
+from tests.numbers import quotient
+from tests.scalar import decode, quantize
 from tests.verify import planted
-from tests.verify.numbers import quotient
 from tests.verify.planted import E4M3
-from tests.verify.scalar import decode, quantize
 
 CONTRACTS = contracts_of_recipes()
 PLAIN = NVFP4Quantizer()

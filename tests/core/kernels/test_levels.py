@@ -193,9 +193,7 @@ def test_scales_at_ties(name: str) -> None:
     """Amaxes whose scales are halfway between two codes, and their neighbours: every rounding of
     the order of operations shows."""
     layout = dataclasses.replace(LEVELS[name], block=(1, 16))
-    number = oracle.SCALES[layout.scale].number
-    assert number is not None
-    codes = np.array(number.positive[-130:])
+    codes = np.array(oracle.SCALES[layout.scale].positive[-130:])
     middles = (codes[1:] + codes[:-1]) / 2
     for largest in (5.3, 7.7, 1000.1):
         bound = layout.bound or codes[-1]

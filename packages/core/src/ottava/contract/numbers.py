@@ -51,7 +51,10 @@ def numbers_of_codes(name: str) -> Tensor:
     fmt = format_of(name)
     finite = magnitudes(name)
     if isinstance(fmt, IntegerFormat):
-        return torch.cat([finite[:-1], -finite[1:].flip(0)])
+        numbers = torch.cat([finite[:-1], -finite[1:].flip(0)])
+        if fmt.has_nan:
+            numbers[len(numbers) // 2] = math.nan
+        return numbers
     half = 1 << (fmt.bits - fmt.signed)
     positive = torch.full((half,), math.nan)
     positive[: len(finite)] = finite

@@ -19,9 +19,20 @@ FLT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 DTYPES = {"float32": (24, 127, -126), "bfloat16": (8, 127, -126), "float16": (11, 15, -14)}
 
 
+def _float32(value: float) -> float:
+    """The nearest float32, by the rounding of ``struct``, which is fast."""
+    try:
+        (result,) = struct.unpack("<f", struct.pack("<f", value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return float(result)
+
+
 def rounded(value: float, dtype: str = "float32") -> float:
     """A number rounded to the nearest one of a dtype, to the even one of two, as IEEE 754 says."""
-    if value == 0 or not math.isfinite(value):
+    if dtype == "float32":
+        return _float32(value)
+    if value == 0 or not math.isfinite(value) or dtype == "float64":
         return value
     bits, largest, least = DTYPES[dtype]
     exponent = max(math.frexp(value)[1] - 1, least)
@@ -66,12 +77,14 @@ class Format:
         bits: of a code.
         mantissa_bits: behind the leading bit of a large number.
         twos_complement: whether a negative number is the two's complement of its magnitude.
+        infinite: whether the code after the largest magnitude is infinity.
     """
 
     magnitudes: tuple[float, ...]
     bits: int
     mantissa_bits: int
     twos_complement: bool = False
+    infinite: bool = False
 
     def code(self, place: int, negative: bool) -> int:
         """The code of a magnitude with a sign."""
@@ -86,7 +99,8 @@ class Format:
         half = 1 << (self.bits - 1)
         place = (1 << self.bits) - code if self.twos_complement and code >= half else code % half
         if place >= len(self.magnitudes):
-            return math.nan
+            infinity = math.inf if code < half else -math.inf
+            return infinity if self.infinite and place == len(self.magnitudes) else math.nan
         return self.magnitudes[place] if code < half else -self.magnitudes[place]
 
     def nearest(self, magnitude: float) -> int:
@@ -114,7 +128,7 @@ class Format:
         return bisect.bisect_right(self.magnitudes, magnitude) - 1
 
 
-def _floats(exponent_bits: int, mantissa_bits: int, finite: int) -> Format:
+def _floats(exponent_bits: int, mantissa_bits: int, finite: int, infinite: bool = False) -> Format:
     """The format with the bias of IEEE 754 and this many finite magnitudes."""
     bias = (1 << (exponent_bits - 1)) - 1
     numbers = []
@@ -123,12 +137,13 @@ def _floats(exponent_bits: int, mantissa_bits: int, finite: int) -> Format:
         implied = (1 << mantissa_bits) if exponent else 0
         unit = max(exponent, 1) - bias - mantissa_bits
         numbers.append(math.ldexp(implied + mantissa, unit))
-    return Format(tuple(numbers), 1 + exponent_bits + mantissa_bits, mantissa_bits)
+    bits = 1 + exponent_bits + mantissa_bits
+    return Format(tuple(numbers), bits, mantissa_bits, infinite=infinite)
 
 
-def _integers(bits: int, unit: float) -> Format:
-    """The format of multiples of a unit."""
-    magnitudes = tuple(place * unit for place in range((1 << (bits - 1)) + 1))
+def _integers(bits: int, unit: float, has_nan: bool) -> Format:
+    """The format of multiples of a unit; NaN takes the code of the least one."""
+    magnitudes = tuple(place * unit for place in range((1 << (bits - 1)) + 1 - has_nan))
     return Format(magnitudes, bits, bits - 2, twos_complement=True)
 
 
@@ -139,7 +154,7 @@ def format_of(name: str) -> Format:
         case "E4M3":
             return _floats(4, 3, 0x7F)
         case "E5M2":
-            return _floats(5, 2, 0x7C)
+            return _floats(5, 2, 0x7C, infinite=True)
         case "E2M1":
             return _floats(2, 1, 8)
         case "E2M3":
@@ -150,11 +165,11 @@ def format_of(name: str) -> Format:
             # No code of a scale has the sign bit, which would be the ninth.
             return _floats(5, 3, 0xFF)
         case "INT8":
-            return _integers(8, 1.0)
+            return _integers(8, 1.0, has_nan=True)
         case "INT4":
-            return _integers(4, 1.0)
+            return _integers(4, 1.0, has_nan=True)
         case "MXINT8" | "MXINT8S":
-            return _integers(8, 2.0**-6)
+            return _integers(8, 2.0**-6, has_nan=False)
     raise KeyError(name)
 
 

@@ -1,6 +1,6 @@
 """The oracle of contracts: quantizes as a contract says, one number at a time.
 
-The methods of :class:`_Quantization` follow the steps of :mod:`ottava.contract` in their order.
+The methods of :class:`Quantization` follow the steps of :mod:`ottava.contract` in their order.
 They read nothing but the contract, use no kernel and no torch, and are slow: they are the meaning
 of a contract, to be read and to be compared with faster code.
 """
@@ -17,8 +17,8 @@ from typing import NamedTuple, cast
 from ottava.contract import Contract, Element, Scale, Storage
 from ottava.contract.steps import Steps, Usage, check_given, steps_of
 from ottava.errors import OptionError
-from tests.verify import numbers
-from tests.verify.numbers import FLT_MAX, bits_of, format_of, product, quotient, rounded
+from tests import numbers
+from tests.numbers import FLT_MAX, bits_of, format_of, product, quotient, rounded
 
 Rows = Sequence[Sequence[float]]
 Matrix = list[list[float]]
@@ -99,6 +99,7 @@ def quantize(
     columns: int | None = None,
     seed: int | None = None,
     scale: float | None = None,
+    first_row: int = 0,
 ) -> Bytes:
     """What a quantizer with this contract stores for one usage.
 
@@ -110,6 +111,7 @@ def quantize(
         columns: of the tensor, which a tensor without rows does not tell.
         seed: of the random words, where elements are rounded at random.
         scale: a float32, where the scale comes from outside.
+        first_row: of the rows in a larger tensor, whose elements have their random words.
 
     Raises:
         OptionError: a choice is not stated; the dtype is unknown; the seed or the scale is missing.
@@ -122,7 +124,8 @@ def quantize(
         return Bytes(data, (len(rows), width), [], None)
     steps = steps_of(contract, usage)
     check_given(steps, seed, scale)
-    return _Quantization(steps, usage, dtype, seed or 0, scale or 0.0).run(rows, width)
+    quantization = Quantization(steps, usage, dtype, seed or 0, scale or 0.0, first_row)
+    return quantization.run(rows, width)
 
 
 def _number_bytes(value: float, dtype: str) -> bytes:
@@ -138,7 +141,7 @@ def _transposed(values: Matrix, columns: int) -> Matrix:
     return [[row[column] for row in values] for column in range(columns)]
 
 
-class _Level(NamedTuple):
+class Level(NamedTuple):
     """Step 4 for one area."""
 
     amax: float
@@ -146,7 +149,11 @@ class _Level(NamedTuple):
     inverse: float
 
 
-class _BlockScale(NamedTuple):
+#: Without a second level.
+ONE = Level(math.nan, 1.0, 1.0)
+
+
+class BlockScale(NamedTuple):
     """Step 5 for one block: the stored scale, the number that it is, and the multiplier."""
 
     stored: float
@@ -155,7 +162,7 @@ class _BlockScale(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Quantization:
+class Quantization:
     """The steps of one usage of a tensor.
 
     Attributes:
@@ -164,13 +171,15 @@ class _Quantization:
         dtype: of the tensor.
         seed: of random words.
         given: the scale from outside.
+        first_row: of the tensor, in a larger one.
     """
 
     steps: Steps
     usage: Usage
     dtype: str
-    seed: int
-    given: float
+    seed: int = 0
+    given: float = 0.0
+    first_row: int = 0
 
     def run(self, rows: Rows, width: int) -> Bytes:
         """All steps."""
@@ -181,7 +190,7 @@ class _Quantization:
         codes, scales = [[0] * shape[1] for _ in range(shape[0])], {}
         for place in areas.places():
             spans = areas.spans(place)
-            level = levels.get(level_grid.place_of_first(spans), _Level(math.nan, 1.0, 1.0))
+            level = levels.get(level_grid.place_of_first(spans), ONE)
             scale, results = self.best(values, spans, level)
             scales[place] = scale.stored
             for row, result in zip(spans[0], results, strict=True):
@@ -245,7 +254,7 @@ class _Quantization:
             return math.nan
         return max((each for each in magnitudes if not math.isnan(each)), default=0.0)
 
-    def levels(self, values: Matrix, shape: Place) -> tuple[Grid, dict[Place, _Level]]:
+    def levels(self, values: Matrix, shape: Place) -> tuple[Grid, dict[Place, Level]]:
         """Step 4: the second level of each area; of none without one."""
         step = self.steps.second_level
         if step is None:
@@ -253,15 +262,15 @@ class _Quantization:
         grid, levels = Grid(step.over, shape), {}
         for place in grid.places():
             amax = min(self.amax(values, grid.spans(place), "ignored"), FLT_MAX)
-            scale = min(quotient(_top(self.steps), amax), FLT_MAX)
-            levels[place] = _Level(amax, scale, quotient(1.0, scale))
+            scale = min(quotient(top(self.steps), amax), FLT_MAX)
+            levels[place] = Level(amax, scale, quotient(1.0, scale))
         return grid, levels
 
     # Step 5.
 
     def best(
-        self, values: Matrix, spans: Spans, level: _Level
-    ) -> tuple[_BlockScale, list[list[int]]]:
+        self, values: Matrix, spans: Spans, level: Level
+    ) -> tuple[BlockScale, list[list[int]]]:
         """The scale with the least error, the first one of equal errors, and the codes."""
         step = self.steps.candidates
         amax = self.amax(values, spans, self.steps.amax.nan)
@@ -277,7 +286,7 @@ class _Quantization:
                 best, least = i, error
         return tried[best], codes[best]
 
-    def scale(self, amax: float, level: _Level, factor: float | None) -> _BlockScale:
+    def scale(self, amax: float, level: Level, factor: float | None) -> BlockScale:
         """The scale of a block; ``factor`` is a candidate's."""
         step = self.steps.scale
         if step.rule == "rounded":
@@ -286,10 +295,10 @@ class _Quantization:
             amax = product(amax, rounded(factor))
         if step.format == "E8M0":
             code = self.exponent_code(amax)
-            return _BlockScale(code, _power(code - 127), _power(127 - code))
+            return BlockScale(code, _power(code - 127), _power(127 - code))
         scale = self.float_scale(amax)
         inverse = quotient(1.0, scale)
-        return _BlockScale(inverse, inverse, scale)
+        return BlockScale(inverse, inverse, scale)
 
     def float_scale(self, amax: float) -> float:
         """A float32 scale."""
@@ -324,7 +333,7 @@ class _Quantization:
             code = exponent - 1 + above + 127 if mantissa else 0
         return min(max(code, 0), 254)
 
-    def byte_scale(self, amax: float, level: _Level, factor: float | None) -> _BlockScale:
+    def byte_scale(self, amax: float, level: Level, factor: float | None) -> BlockScale:
         """A scale in a byte, with a multiplier that undoes the second level, too."""
         step, fmt = self.steps.scale, format_of(self.steps.scale.format)
         amax = min(amax, FLT_MAX)
@@ -339,15 +348,15 @@ class _Quantization:
             code = fmt.nearest(min(exact, fmt.magnitudes[-1]))
         number = fmt.number(code)
         multiplier = min(quotient(1.0, product(number, level.inverse)), FLT_MAX)
-        return _BlockScale(code, number, multiplier)
+        return BlockScale(code, number, multiplier)
 
     def error(
         self,
         values: Matrix,
         spans: Spans,
         codes: list[list[int]],
-        scale: _BlockScale,
-        level: _Level,
+        scale: BlockScale,
+        level: Level,
     ) -> float:
         """The error of a candidate, summed over the area."""
         step = self.steps.candidates
@@ -363,13 +372,13 @@ class _Quantization:
             errors = _transposed(errors, len(spans[1]))
         return _by_halves([reduce(lambda a, b: rounded(a + b), line, 0.0) for line in errors])
 
-    def decoded(self, code: int, scale: _BlockScale, level: _Level) -> float:
+    def decoded(self, code: int, scale: BlockScale, level: Level) -> float:
         """The number that a candidate's code stands for."""
         assert self.steps.candidates is not None
         number = product(_number(self.steps.element, code), scale.number)
         if self.steps.candidates.decoded == "element*scale":
             return number
-        return quotient(product(number, level.amax), _top(self.steps))
+        return quotient(product(number, level.amax), top(self.steps))
 
     # Steps 6 and 7.
 
@@ -377,7 +386,8 @@ class _Quantization:
         """The codes of a block."""
         result = []
         for row in spans[0]:
-            places = [row * len(values[row]) + column for column in spans[1]]
+            start = (self.first_row + row) * len(values[row])
+            places = [start + column for column in spans[1]]
             scaled = [product(values[row][column], multiplier) for column in spans[1]]
             result.append(list(map(self.element, scaled, places)))
         return result
@@ -414,7 +424,7 @@ def _power(exponent: int) -> float:
     return math.nan if abs(exponent) == 128 else math.ldexp(1.0, exponent)
 
 
-def _top(steps: Steps) -> float:
+def top(steps: Steps) -> float:
     """``bound * maximum`` of the second level."""
     assert steps.second_level is not None
     return product(steps.second_level.bound, steps.second_level.maximum)
@@ -464,7 +474,7 @@ def decode(contract: Contract, usage: Usage, stored: Bytes) -> Matrix:
     over: tuple[int | None, int | None] = (None, None)
     if steps.second_level is not None and stored.amax is not None:
         over = steps.second_level.over[::-1] if turned else steps.second_level.over
-        factors = [[quotient(amax, _top(steps)) for amax in row] for row in stored.amax]
+        factors = [[quotient(amax, top(steps)) for amax in row] for row in stored.amax]
     blocks, areas = Grid(block, stored.shape), Grid(over, stored.shape)
     result: Matrix = []
     for i, data in enumerate(stored.data):
@@ -472,13 +482,13 @@ def decode(contract: Contract, usage: Usage, stored: Bytes) -> Matrix:
         result.append([])
         for j, code in enumerate(codes):
             (row, column), (down, across) = blocks.place(i, j), areas.place(i, j)
-            scale = _scale_number(steps.scale, stored.scales[row][column])
+            scale = scale_number(steps.scale, stored.scales[row][column])
             number = product(_number(steps.element, code), scale)
             result[-1].append(product(number, factors[down][across]))
     return result
 
 
-def _scale_number(step: Scale, stored: float) -> float:
+def scale_number(step: Scale, stored: float) -> float:
     """The number that a stored scale is."""
     if step.format == "float32":
         return stored
