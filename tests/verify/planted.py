@@ -110,6 +110,7 @@ def mx(
     rule: str = "floor",
     size: int = 32,
     bias: int = 127,
+    off: int = 0,
     elements: Callable[[Tensor], Tensor] = cast,
     largest: float = 448.0,
     values: Callable[[Tensor], Tensor] = lambda x: x.float(),
@@ -122,7 +123,9 @@ def mx(
         "floor": torch.floor(torch.log2(amax.double())) - math.floor(math.log2(largest)),
         "up": torch.ceil(torch.log2((amax * torch.tensor(1 / largest)).double())),
         "nearest": torch.round(torch.log2(ratio)),
-    }[rule]
+        "ceiling": torch.ceil(torch.log2(amax.double())) - math.floor(math.log2(largest)),
+        "above": torch.floor(torch.log2((amax * torch.tensor(1 / largest)).double())) + 1,
+    }[rule] + off
     data = elements(x * spread(torch.exp2(-exponents).float(), x))
     return data, (exponents + bias).to(torch.uint8)
 
@@ -150,7 +153,9 @@ def nvfp4(
     unrounded: bool = False,
     codes: Callable[[Tensor], Tensor] = fp4,
     largest: float = 6.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    zero: float | None = None,
+    given: Callable[[Tensor, Tensor], tuple[Tensor, ...]] = lambda amax, scale: (amax,),
+) -> tuple[Tensor, ...]:
     """Scales in E4M3 for blocks of 16, and one for the tensor: `nvfp4`."""
     x = x.float()
     amax = x.abs().max()
@@ -162,12 +167,19 @@ def nvfp4(
     stored = exact.clamp(max=448).to(E4M3)
     number = exact.clamp(max=448) if unrounded else stored.float()
     multiplier = divide(1.0, number * divide(1.0, scale))
-    data = codes(x * spread(multiplier, x))
-    return pack(data), stored, amax
+    multiplier = multiplier.clamp(max=torch.finfo().max)
+    if zero is not None:
+        multiplier = torch.where(stored.float() == 0, zero, multiplier)
+    return pack(codes(x * spread(multiplier, x))), stored, *given(amax, scale)
 
 
 def swapped(codes: Tensor) -> Tensor:
     return codes[:, 1::2] | codes[:, ::2] << 4
+
+
+def in_halves(codes: Tensor) -> Tensor:
+    half = codes.shape[1] // 2
+    return codes[:, :half] | codes[:, half:] << 4
 
 
 def turned(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,6 +249,10 @@ PLANTED = [
     Planted("via-e5m2", partial(fp8, elements=lambda x: cast(cast(x, E5M2).float())), "current"),
     Planted("scale-floor", mx, "mxfp8"),
     Planted("scale-nearest", partial(mx, rule="nearest"), "mxfp8"),
+    Planted("scale-ceiling", partial(mx, rule="ceiling"), "mxfp8"),
+    Planted("scale-above", partial(mx, rule="above"), "mxfp8"),
+    Planted("exponent-1", partial(mx, rule="up", off=1), "mxfp8"),
+    Planted("exponent--1", partial(mx, rule="up", off=-1), "mxfp8"),
     Planted("bias-128", partial(mx, rule="up", bias=128), "mxfp8"),
     Planted("block-16", partial(mx, rule="up", size=16), "mxfp8"),
     Planted("block-64", partial(mx, rule="up", size=64), "mxfp8"),
@@ -247,7 +263,20 @@ PLANTED = [
     Planted("scales-as-numbers", as_numbers, "mxfp8"),
     Planted("nibbles", partial(nvfp4, pack=swapped), "nvfp4"),
     Planted("one-in-a-byte", partial(nvfp4, pack=lambda codes: codes), "nvfp4"),
+    Planted("halves", partial(nvfp4, pack=in_halves), "nvfp4"),
     Planted("global-256", partial(nvfp4, bound=256.0), "nvfp4"),
+    Planted("global-240", partial(nvfp4, bound=240.0), "nvfp4"),
+    Planted("level-scale", partial(nvfp4, given=lambda amax, scale: (scale,)), "nvfp4"),
+    Planted(
+        "level-inverse", partial(nvfp4, given=lambda amax, scale: (divide(1, scale),)), "nvfp4"
+    ),
+    Planted("level-missing", partial(nvfp4, given=lambda amax, scale: ()), "nvfp4"),
+    Planted("block-zero", partial(nvfp4, zero=0.0), "nvfp4"),
+    Planted(
+        "block-product",
+        partial(nvfp4, block=lambda amax, scale: amax * torch.tensor(1 / 6) * scale),
+        "nvfp4",
+    ),
     Planted(
         "global-reciprocal", partial(nvfp4, level=lambda amax: 2688 * divide(1, amax)), "nvfp4"
     ),

@@ -56,6 +56,18 @@ def test_vectors_writes_the_file_and_prints_its_hash(tmp_path: Path) -> None:
     assert path.read_bytes() == expected.to_bytes()
 
 
+def test_vectors_replaces_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("precious")
+    arguments = ["vectors", "mxfp8", "--out", str(path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "--force" in done.output
+    assert path.read_text() == "precious"
+    run(*arguments, "--force")
+    assert HASHES["mxfp8"] in run(*arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -63,6 +75,8 @@ def test_vectors_writes_the_file_and_prints_its_hash(tmp_path: Path) -> None:
         ("contract nonesuch", ["nonesuch"]),
         ("contract mxfp8 --role bias", ["'bias'", "input, weight, grad_output"]),
         ("contract mxfp8 --option floor", ["--option 'floor'", "key=value"]),
+        ("contract mxfp8 --schema", ["--schema alone"]),
+        ("contract --schema --markdown", ["--schema alone"]),
         ("vectors nonesuch --out FOLDER/a", ["nonesuch"]),
         ("vectors mxfp8 --out FOLDER", ["cannot be written", "a folder"]),
         ("vectors mxfp8 --out FOLDER/none/a", ["cannot be written"]),

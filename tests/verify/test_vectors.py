@@ -191,5 +191,5 @@ def test_what_is_not_stated_is_refused() -> None:
 
 
 def test_a_place_that_is_no_file_is_refused(nvfp4: Vectors, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a folder"):
+    with pytest.raises(OptionError, match="no regular file"):
         nvfp4.save(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -167,7 +168,7 @@ def test_forms_of_results(function: Callable[..., Any], recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [None, (1, 2, 3, 4), {"data": X}, (X, X), (X.view(torch.int16), X)]
+    "result", [None, (1, 2, 3, 4), {"data": X}, (X, X), (X.view(torch.int16), X), ("a", X)]
 )
 def test_other_results_are_refused(result: object) -> None:
     with pytest.raises(TypeError, match="Expected: "):
@@ -189,22 +190,56 @@ def test_quantizers_are_functions() -> None:
     [
         (torch.zeros(40, 2, dtype=torch.uint8), "second level is torch.uint8. Expected: float32"),
         (torch.zeros(3), "second level has 3 numbers, and the contract's 1"),
-        (None, "second level has 0 numbers, and the contract's 1"),
     ],
 )
-def test_a_second_level_of_another_form_is_told(level: torch.Tensor | None, match: str) -> None:
+def test_a_second_level_of_another_form_is_told(level: torch.Tensor, match: str) -> None:
     """And is not explained by amaxes of another tensor."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         data, scales, _ = planted.nvfp4(x)
-        return (data, scales) if level is None else (data, scales, level)
+        return data, scales, level
 
     (finding,) = verify_function(function, PLAIN, inputs=[Input("x", X)]).findings
     assert finding.causes == ()
     assert match in f"{finding.note} {finding.errors}"
 
 
+def test_a_function_that_ends_the_process_fails() -> None:
+    report = verify_function(sys.exit, "mxfp8", inputs=[Input("x", X)])
+    assert report.exit_status == 2
+    assert "SystemExit" in report.findings[0].errors["x"]
+
+
 # What departs.
+
+
+def test_the_kinds_of_blocks_are_told_where_scales_alone_depart() -> None:
+    x = torch.ones(4, 64)
+    x[0] = 0.0
+    x[1, 1], x[2, 40] = math.inf, math.nan
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = MXFP8Quantizer(E4M3).quantize(x)
+        return result._rowwise_data, result._rowwise_scale_inv + 1
+
+    (finding,) = verify_function(function, "mxfp8", inputs=[Input("x", x)]).findings
+    assert finding.kinds == {
+        "in a block with NaN": 1,
+        "in a block with an infinite value": 1,
+        "in a block of zeros": 2,
+        "other": 4,
+    }
+
+
+def test_what_is_near_nothing_has_no_nearest() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(x.shape[0])
+        bits = torch.randint(256, (x.numel() * 33 // 32,), generator=random).to(torch.uint8)
+        data, scales = bits.split((x.numel(), x.numel() // 32))
+        return data.view(x.shape), scales.view(x.shape[0], -1)
+
+    (finding,) = verify_function(function, "mxfp8", inputs=[Input("x", X)]).findings
+    assert (finding.status, finding.causes, finding.nearest) == ("departs", (), ())
 
 
 def test_the_first_ten_and_the_kinds_are_told() -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from ottava.errors import CheckpointError, DTypeError, UsageError, translated
+from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, translated
 
 AnyPath = str | os.PathLike[str]
 
@@ -234,3 +234,22 @@ def remove_leftovers(folder: Path, start: str) -> None:
         with contextlib.suppress(OSError), opened(entry) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def replace_file(path: AnyPath, data: bytes) -> None:
+    """Write a file completely; or leave an existing one unchanged.
+
+    Raises:
+        OptionError: the place is no regular file, or there is no room.
+    """
+    expected = "a file in an existing folder, and room"
+    with translated(f"{path} cannot be written", expected, to=OptionError, of=OSError):
+        place = Path(os.path.realpath(as_path(path)))
+        if os.path.lexists(place) and not place.is_file():
+            raise FileExistsError("it is no regular file")
+        with Partial(place) as partial:
+            mode = mode_of(place)
+            if mode is None:
+                mode = (mode_of(partial.path) or 0) & 0o666
+            write_new(partial.path / "file", data, mode)
+            partial.put_file("file")

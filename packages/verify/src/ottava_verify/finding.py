@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ class Finding:
         nearest: without causes, the clauses of what reproduces the most bytes, if that is more than
             the contract does.
         nearest_agreement: how much that reproduces.
-        kinds: how many elements depart, by what their inputs are.
+        kinds: how many elements depart, by what their inputs are; without any, how many scales.
         examples: the first ones that depart.
         error: of decoded values, the root of the mean square relative to that of the values that
             the contract gives; None where it is not known.
@@ -146,6 +146,8 @@ class Report:
 EXAMPLES = 10
 #: Inputs without NaN and infinities, zeros and extreme magnitudes.
 USUAL = "usual inputs: without NaN, infinities, zeros and extreme magnitudes"
+# What has fewer equal scales, and fewer equal elements, is near nothing.
+_LEAST_SHARE = 0.5
 _RANDOM = "elements go to either neighbour, as if rounded at random, not to the nearest one"
 
 
@@ -209,7 +211,7 @@ def _nearest(
     nearest: Explanation | None, agrees: Agreement | None, cases: Sequence[Case]
 ) -> dict[str, Any]:
     """What reproduces more than the contract, if there is anything."""
-    if nearest is None or nearest.agreement is None:
+    if nearest is None or nearest.agreement is None or max(nearest.shares) < _LEAST_SHARE:
         return {}
     clauses = nearest.causes
     other_turns = tuple(turn for turn in nearest.turns if turn.step != "rounding")
@@ -264,7 +266,7 @@ def _departures(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _kinds(compared: Comparison) -> Counter[str]:
-    """How many elements depart, by what their inputs are."""
+    """How many elements depart, or else how many scales, by what their inputs are."""
     name, made = compared.steps.element.format, compared.made
     values, scaled = compared.held(made.values), compared.held(made.chosen.scaled).abs()
     tests = {
@@ -276,7 +278,22 @@ def _kinds(compared: Comparison) -> Counter[str]:
         "a tie": torch.isin(scaled, middles(name)),
         "other": torch.ones_like(compared.elements),
     }
-    rest = compared.elements
+    if bool(compared.elements.any()):
+        return _counted(compared.elements, tests)
+    blocks = compared.grid.largest
+    return _counted(
+        compared.scales,
+        {
+            "in a block with NaN": blocks(values.isnan().float()) > 0,
+            "in a block with an infinite value": blocks(values.isinf().float()) > 0,
+            "in a block of zeros": blocks((values != 0).float()) == 0,
+            "other": torch.ones_like(compared.scales),
+        },
+    )
+
+
+def _counted(rest: Tensor, tests: Mapping[str, Tensor]) -> Counter[str]:
+    """How often the first test holds that does."""
     counts: Counter[str] = Counter()
     for kind, holds in tests.items():
         counts[kind] = int((rest & holds).sum())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ottava.cli.references import ANYTHING
 from ottava.contract.numbers import middles
 from ottava.contract.steps import Steps, Usage, takes_scale
 from ottava.errors import DTypeError, UsageError, text_of
@@ -117,10 +118,9 @@ def cases_of(
     one of these is a matrix that no kernel may refuse."""
     cases, errors, fails = [], {}, False
     for item in inputs:
-        # The function is somebody else's code.
         try:
             stored = read(_called(function, item, named, as_numpy=as_numpy), named.usage)
-        except Exception as error:
+        except ANYTHING as error:
             errors[item.name] = f"{type(error).__name__}: {text_of(error)}"
             fails |= not item.may_be_refused
             continue
@@ -168,8 +168,8 @@ def read(result: Any, usage: Usage) -> Stored:
     if isinstance(result, Mapping):
         return _of_mapping(result)
     if isinstance(result, tuple | list) and len(result) in (2, 3):
-        data, scales, *level = map(_tensor, result)
-        return Stored.of(data, scales, level[0] if level else None)
+        data, scales, *more = (_tensor(part) for part in result if part is not None)
+        return Stored.of(data, scales, more[0] if more else None, ("amax",))
     raise DTypeError(f"the function returned a {type(result).__name__}", expected=_EXPECTED)
 
 
@@ -195,6 +195,8 @@ def _tensor(value: Any) -> Tensor:
     import numpy as np
 
     array = np.asarray(value)
+    if array.dtype.kind not in "fiuV":
+        raise DTypeError(f"the function returned a {type(value).__name__}", expected=_EXPECTED)
     if array.dtype.kind == "V" or array.dtype.name.startswith(("float8", "float4", "bfloat16")):
         name = array.dtype.name.removesuffix("fn")
         if array.dtype.itemsize == 2:

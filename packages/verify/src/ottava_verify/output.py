@@ -78,7 +78,7 @@ def of_finding(finding: Finding) -> Iterator[str]:
         yield f"it fails on {len(finding.errors)} inputs. {first}"
     if finding.kinds:
         kinds = ", ".join(f"{kind}: {count}" for kind, count in finding.kinds.items())
-        yield f"inputs of the elements that depart: {kinds}."
+        yield f"inputs of what departs: {kinds}."
     if finding.error is not None:
         yield f"decoded, the difference is {finding.error:.3g} of the values (root mean square)."
 

@@ -18,7 +18,7 @@ from ottava.contract import Contract, Direction
 from ottava.contract.interpretation import Interpretation
 from ottava.contract.steps import Grid, Sides, Steps, takes_scale
 from ottava_verify.contracts import Named
-from ottava_verify.stored import LEVELS, Shapes, Stored, fitted, levels_of, shapes_of
+from ottava_verify.stored import LEVELS, MISSING, Shapes, Stored, fitted, levels_of, shapes_of
 from ottava_verify.turns import TURNS, Turn, interpreted
 
 #: How many wrong turns an explanation has at most.
@@ -281,7 +281,7 @@ def compare(explanation: Explanation, case: Case) -> Comparison | None:
     made = interpreted(turns)(contract, named.usage, x, seed=case.seed, scale=case.scale)
     if steps.second_level is not None:
         levels = levels_of(stored, made)
-        if levels is None:
+        if levels is None and stored.level_is != (MISSING,):
             return None
         if explanation.takes_stored:
             made.levels = levels

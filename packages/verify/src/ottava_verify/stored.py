@@ -25,7 +25,8 @@ class Stored:
         data: uint8.
         scales: uint8 codes, or float32 numbers.
         level: the amax of the second level, or a global scale, float32; None without one.
-        level_is: what ``level`` may be, of :data:`LEVELS`; empty for anything there.
+        level_is: what ``level`` may be, of :data:`LEVELS`, or :data:`MISSING`; empty for
+            anything there.
     """
 
     data: Tensor
@@ -85,6 +86,8 @@ LEVELS: dict[str, Callable[[Interpretation], Tensor]] = {
     "amax/whole": lambda made: made.level_amax / made.top,
     "1/(whole/amax)": lambda made: made.level_inverse,
 }
+#: No second level is stored, though there is one.
+MISSING = "missing"
 #: What is multiplied to decode: with float32 as a quotient, or as the inverse of one.
 INVERSE = ("amax/whole", "1/(whole/amax)")
 

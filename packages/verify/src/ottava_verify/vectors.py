@@ -13,7 +13,7 @@ from ottava.contract import Contract
 from ottava.contract.interpretation import Interpretation
 from ottava.contract.steps import USAGES, Steps, Usage, steps_of
 from ottava.errors import UsageError, named
-from ottava.filesystem import AnyPath, Partial, check_file_target, mode_of, write_new
+from ottava.filesystem import AnyPath, replace_file
 from ottava.gemm import side_of, stored_tensors
 from ottava.kernels import fixed_seed
 from ottava.recipes import Recipe
@@ -81,13 +81,9 @@ class Vectors:
         """Write the file, which appears whole or not at all, and may replace another one.
 
         Raises:
-            UsageError: the path is no place for a file.
+            OptionError: the path is no place for a file, or there is no room.
         """
-        place = check_file_target(path)
-        with Partial(place) as partial:
-            mode = (mode_of(partial.path) or 0) & 0o666
-            write_new(partial.path / "vectors", self.to_bytes(), mode)
-            partial.put_file("vectors")
+        replace_file(path, self.to_bytes())
 
 
 def make_vectors(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> Vectors:

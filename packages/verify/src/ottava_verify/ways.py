@@ -24,7 +24,7 @@ from ottava.contract.numbers import (
     numbers_of_scales,
 )
 from ottava.contract.steps import Sides, Steps
-from ottava_verify.stored import Shapes, Stored
+from ottava_verify.stored import MISSING, Shapes, Stored
 
 #: The quantity as the contract has it.
 Usual = Callable[[], Tensor]
@@ -117,6 +117,19 @@ def _multiplier_stored(made: Interpretation, usual: Usual) -> Tensor:
 def _even_of_e2m1(made: Interpretation, usual: Usual) -> Tensor:
     largest = torch.frexp(made.maximum).exponent - 1
     return ((made.raised.view(torch.int32) + (1 << 21)) >> 23) - largest
+
+
+def _ceiling(made: Interpretation, usual: Usual) -> Tensor:
+    """The exponent of amax, rounded up, less that of the largest element."""
+    mantissa, exponent = torch.frexp(made.raised)
+    code = exponent + (mantissa > 0.5) - torch.frexp(made.maximum).exponent + 127
+    return torch.where(mantissa == 0, 0, code)
+
+
+def _exponent_above(made: Interpretation, usual: Usual) -> Tensor:
+    """One more than the exponent of amax / maximum, rounded down."""
+    mantissa, exponent = torch.frexp(made.raised * (made.one / made.maximum))
+    return torch.where(mantissa == 0, 0, exponent + 127)
 
 
 def _byte_above(made: Interpretation, usual: Usual) -> Tensor:
@@ -224,17 +237,21 @@ WAYS: dict[str, Mapping[str, Any]] = {
     "amax-stored": {"inverse": _fixed(lambda q: q.raised)},
     # Step 5: codes of E8M0.
     "scale-even-e2m1": {"exponent": _even_of_e2m1},
+    "scale-ceiling": {"exponent": _ceiling},
+    "scale-above": {"exponent": _exponent_above},
     "bias-128": {"stored": lambda q, codes: (codes() + 1).clamp(0, 255)},
     "bias-126": {"stored": lambda q, codes: (codes() - 1).clamp(0, 255)},
     # Step 5: scales in a byte, with a second level.
     "block-divided": {"exact": _fixed(lambda q: q.finite / q.maximum * q.S * q.factor)},
     "block-divided-inverse": {"exact": _fixed(lambda q: q.finite / q.maximum / q.S_inv * q.factor)},
+    "block-product": {"exact": _fixed(lambda q: q.finite * (q.one / q.maximum) * q.S * q.factor)},
     "block-divided-last": {"exact": _fixed(lambda q: q.finite * q.S / q.maximum * q.factor)},
     "global-inverted": {"S": _fixed(lambda q: q.S_inv)},
     "block-truncated": {"byte": _fixed(lambda q: below(q.limited, q.steps.scale.format))},
     "block-up": {"byte": _byte_above},
     "block-not-zero": {"byte": lambda q, codes: codes().clamp(min=1)},
     "block-unrounded": {"multiplier": _fixed(lambda q: _finite(q.one / (q.limited * q.S_inv)))},
+    "block-zero": {"multiplier": lambda q, usual: torch.where(q.number == 0, 0.0, usual())},
     "global-left-out": {"multiplier": _fixed(lambda q: _finite(q.one / q.number))},
     "global-twice": {"multiplier": _fixed(lambda q: _finite(q.one / (q.number * q.S)))},
     "divided-by-both": {"multiplier": _fixed(lambda q: q.number * q.S_inv), **_DIVIDED},
@@ -285,6 +302,7 @@ FAMILIES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
         "multiplier": _fixed(lambda q: q.one / q.inverse),
     },
     "multiplier-{}": lambda dtype: {"scale": _rounded(dtype)},
+    "exponent-{}": lambda more: {"exponent": lambda q, usual: usual() + more},
 }
 
 
@@ -319,7 +337,7 @@ def _swizzled(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
 
 def _scales_transposed(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     scales, turned = stored.scales, shapes.scales[::-1]
-    if scales.numel() != math.prod(turned) or 1 in turned:
+    if scales.numel() != math.prod(turned):
         return None
     if scales.dim() > 1 and tuple(scales.shape) != turned:
         return None
@@ -362,6 +380,27 @@ def _repeated(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     return replace(stored, scales=first.view(1, 1))
 
 
+def _halves(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
+    """Bytes of two codes, of which the first half of a row has the low ones."""
+    data = stored.matrix()
+    codes = torch.cat([data & 0xF, data >> 4], 1)
+    return replace(stored, data=codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+def _level_as(form: str) -> View:
+    """The second level in another form than amax."""
+
+    def view(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
+        is_amax = stored.level_is == ("amax",)
+        return replace(stored, level_is=(form,)) if is_amax else None
+
+    return view
+
+
+def _level_missing(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
+    return replace(stored, level_is=(MISSING,)) if stored.level is None else None
+
+
 #: By the names that the turns have in ``turns.toml``.
 VIEWS: dict[str, View] = {
     "scales-padded": _padded,
@@ -371,4 +410,8 @@ VIEWS: dict[str, View] = {
     "scales-as-numbers": _as_codes,
     "scales-as-codes": _as_numbers,
     "scales-repeated": _repeated,
+    "halves": _halves,
+    "level-scale": _level_as("whole/amax"),
+    "level-inverse": _level_as("1/(whole/amax)"),
+    "level-missing": _level_missing,
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ottava.cli.output import parse_options, show_json
-from ottava.errors import UsageError
+from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import get_recipe
 from ottava.recipes.role import OF_LINEAR, check_of_linear
 
@@ -34,6 +34,8 @@ def contract(
     ] = False,
 ) -> None:
     """Print every choice between values and bytes of a recipe as JSON, and how to cite it."""
+    if schema and (RECIPE is not None or role or option or markdown):
+        raise OptionError("--schema with a recipe, or with --markdown", expected="--schema alone")
     if schema:
         from ottava.contract import schema as schema_of_contracts
 

@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ottava.errors import OptionError, UsageError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, mode_of, write_new
+from ottava.errors import OptionError, UsageError
+from ottava.filesystem import AnyPath, check_file_target, replace_file
 
 #: The suffixes of recipe files.
 SUFFIXES = (".yaml", ".yml")
@@ -92,14 +92,4 @@ def _is_of_kind(path: Path, kind: FileKind) -> bool:
 
 def write_text(path: AnyPath, text: str) -> None:
     """Write a file completely; or leave an existing one unchanged, and raise OptionError."""
-    expected = "a file in an existing folder, and room"
-    with translated(f"{path} cannot be written", expected, to=OptionError, of=OSError):
-        place = Path(os.path.realpath(as_path(path)))
-        if os.path.lexists(place) and not place.is_file():
-            raise FileExistsError("it is no regular file")
-        with Partial(place) as partial:
-            mode = mode_of(place)
-            if mode is None:
-                mode = (mode_of(partial.path) or 0) & 0o666
-            write_new(partial.path / "text", text.encode(), mode)
-            partial.put_file("text")
+    replace_file(path, text.encode())
