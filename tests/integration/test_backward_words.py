@@ -301,6 +301,13 @@ def test_wgrad_in_high_precision_contradicts_dequantized_operands_alone() -> Non
     assert_alike(gradients(layer(both), x, dy), gradients(layer(one), x, dy))
 
 
+def test_a_factory_over_a_recipe_has_its_word() -> None:
+    recipe = CustomRecipe(lambda role: ottava.QuantizerRequest("delayed"), backward=DEQUANTIZED)
+    own, same = layer(recipe), layer(ottava.get_recipe("delayed", backward=DEQUANTIZED))
+    x, dy = operands(33)
+    assert_alike(gradients(own, x, dy), gradients(same, x, dy))
+
+
 # -- shards --
 
 SHARDED = [
