@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import __main__ as runner
 from benchmarks import comparison, kernels, layers, machine, timing
-from benchmarks.markdown import markdown, with_part
+from benchmarks.markdown import with_part
 from benchmarks.sections import KEPT, PARTS, RESULTS, TIMED, Part, Settings, Timed, load
 from benchmarks.timing import Timing, interleaved, measure, ready
 from ottava import list_recipes
@@ -99,6 +99,7 @@ def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_run_replaces_the_results_of_its_kind_of_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
 ) -> None:
+    """The options are those that print, and write nothing."""
     threads = torch.get_num_threads()
     mine = str(machine.this_kind(threads))
     results, page = tmp_path / "results.json", tmp_path / "benchmarks.md"
@@ -111,20 +112,13 @@ def test_a_run_replaces_the_results_of_its_kind_of_machine(
     monkeypatch.setattr(runner, "TIMED", {n: section(f"Title {n}", ()) for n in ("one", "two")})
     monkeypatch.setattr(runner, "markdown", str)
     runner.main(["--threads", str(threads), *options], tmp_path)
-
     after = load(results)
-    assert after.pop("another kind") == OLD
-    own = after.pop(mine)
-    assert not after
-    if options:  # which print, and write nothing
-        assert own == OLD
-        assert not page.exists()
+    assert after["another kind"] == OLD
+    if options:
+        assert (after[mine], page.exists()) == (OLD, False)
     else:
-        assert own["sections"] == {"Title one": 1, "Title two": 1}
-        assert own["torch"] == torch.__version__
-        text = page.read_text(encoding="utf-8")
-        assert "Measured on 2000-01-01 with torch 2.0, on one." in text
-        assert f"## {mine}\n" in text
+        assert after[mine]["sections"] == {"Title one": 1, "Title two": 1}
+        assert page.read_text(encoding="utf-8") == runner.page(after)
 
 
 def test_a_part_replaces_its_text_its_picture_and_its_results(
@@ -159,30 +153,16 @@ def test_a_part_replaces_its_text_its_picture_and_its_results(
 def test_a_kind_of_machine_says_what_changes_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = machine.Kind
     kinds = {
-        "x86-64, AVX-512, fast BF16, 2 threads": kind("x86_64", "avx512", True, 2),
         "x86-64, AVX-512, BF16 by AMX, 2 threads": kind("AMD64", "avx512", True, 2, amx=True),
         "x86-64, AVX2, no fast BF16, 1 threads": kind("x86_64", "avx2", False, 1),
         "arm64, NEON, fast BF16, 4 threads": kind("aarch64", "neon", True, 4),
     }
     assert {name: str(value) for name, value in kinds.items()} == {name: name for name in kinds}
-    monkeypatch.delenv("OTTAVA_ISA", raising=False)
-    before = machine.this_kind(2)
-    monkeypatch.setenv("OTTAVA_ISA", "avx2")
-    assert "forced by" in str(machine.this_kind(2))
-    assert "OTTAVA_ISA=avx2" in str(machine.this_kind(2)) != str(before)
-    # One that restricts oneDNN may leave tiles out.
+    # Tiles may be among what is left out.
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    assert not machine.this_kind(2).amx
-
-
-def test_an_alternative_that_fails_is_left_out_of_its_row() -> None:
-    def missing() -> object:
-        raise ImportError("no torchao")
-
-    alternatives: Any = {"ottava": ready(list), "peer": missing}
-    row = measure(Timing("x", alternatives, calls=4), lambda runs: dict.fromkeys(runs, 8.0))
-    assert row["seconds"] == {"ottava": 2.0}  # of one call
-    assert row["errors"] == {"peer": "ImportError: no torchao"}
+    forced = machine.this_kind(2)
+    assert "forced by ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in str(forced)
+    assert not forced.amx
 
 
 class Clock:
@@ -203,15 +183,21 @@ class Clock:
         return call
 
 
-def test_a_slow_alternative_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alternative_that_is_slow_or_fails_takes_no_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing() -> object:
+        raise ImportError("no torchao")
+
     clock = Clock(monkeypatch)
     costs = {"slow": (90.0, 80.0), "compiled": (90.0, 1.0), "quick": (2.0,)}
-    runs = {name: ready(clock.run(name, *cost)) for name, cost in costs.items()}
+    runs: Any = {name: ready(clock.run(name, *cost)) for name, cost in costs.items()}
     row = measure(
-        Timing("x", runs, calls=2, figures={"quick": lambda: 7}),
+        Timing("x", runs | {"peer": missing}, calls=2, figures={"quick": lambda: 7}),
         lambda runs: interleaved(runs, rounds=3, warmup=0),
     )
-    assert row["seconds"] == {"slow": 40.0, "compiled": 0.5, "quick": 1.0}
+    assert row["seconds"] == {"slow": 40.0, "compiled": 0.5, "quick": 1.0}  # of one call
+    assert row["errors"] == {"peer": "ImportError: no torchao"}
     assert row["figures"] == {"quick": 7}
     assert clock.calls == {"slow": 2, "compiled": 2 + 3, "quick": 1 + 3}
 
@@ -224,19 +210,15 @@ def test_a_turn_repeats_what_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seconds == {"short": 0.5, "long": 30.0}
 
 
-@pytest.mark.parametrize(
-    ("host", "statistic", "seconds"), [(False, max, 9.5), (False, min, 6.0), (True, max, 4.5)]
-)
-def test_a_turn_of_several_calls(
-    monkeypatch: pytest.MonkeyPatch, host: bool, statistic: Any, seconds: float
+@pytest.mark.parametrize(("host", "seconds"), [(False, 9.5), (True, 4.5)])
+def test_the_time_of_a_call_has_the_wait_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, host: bool, seconds: float
 ) -> None:
-    """Its time is that of a call, with or without the wait for the device."""
+    """Unless only the host's time counts."""
     clock = Clock(monkeypatch)
     run, wait = clock.run("x", 1.0, 1.0, 4.0, 5.0), clock.run("wait", 10.0)
-    timed = interleaved(
-        {"x": run}, rounds=2, warmup=0, calls=2, wait=wait, host=host, statistic=statistic
-    )
-    assert timed == {"x": seconds}
+    options: Any = {"rounds": 2, "warmup": 0, "calls": 2, "statistic": max}
+    assert interleaved({"x": run}, wait=wait, host=host, **options) == {"x": seconds}
 
 
 @pytest.mark.parametrize(("at_most", "calls"), [(0.0, 3), (60.0, 52)])
@@ -246,15 +228,6 @@ def test_turns_stop_when_their_time_is_over(at_most: float, calls: int) -> None:
     interleaved(runs, rounds=50, warmup=2, at_most=at_most, wait=lambda: order.append("wait"))
     # What a call has queued is waited for.
     assert order == ["wait", "run", "wait"] * calls + ["wait"]
-
-
-def test_tables_have_a_column_for_every_key() -> None:
-    assert markdown([{"a": 1.0, "b": "x"}, {"a": None, "c": 2}]).splitlines() == [
-        "| a | b | c |",
-        "|---|---|---|",
-        "| 1.00 | x | - |",
-        "| - | - | 2 |",
-    ]
 
 
 def test_compiled_code_that_makes_other_bytes_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ import ottava
 from ottava.distributed import gather_quantized
 from ottava.errors import DTypeError, OttavaError, ShapeError, UsageError
 from ottava.tensors import columnwise_layout
-from ottava_current import Float8CurrentScalingQuantizer
 from ottava_custom import (
     CustomRecipe,
     by_direction,
@@ -28,7 +27,6 @@ from ottava_custom import (
     mirror,
 )
 from tests.cases import told
-from tests.comparing import assert_same
 from tests.fsdp import (
     GROUPS,
     KEPT,
@@ -226,17 +224,6 @@ def test_weights_are_gathered_as_bytes(mesh: DeviceMesh, name: str) -> None:
             assert update.count == (reductions if kept == "quantized" else 0), (note, update.count)
 
 
-@on_ranks(2)
-def test_a_quantizer_reduces_amaxes(mesh: DeviceMesh) -> None:
-    """Each rank has the bytes of the whole."""
-    quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True)
-    values = torch.tensor([[1.0, -2.0], [8.0, 0.5]])
-    whole = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(values)
-    own = quantizer(values[mesh.get_rank()])
-    assert_same(own._scale_inv, whole._scale_inv)
-    assert_same(own._data, whole._data[mesh.get_rank()])
-
-
 def by_columns(parameter: torch.nn.Parameter) -> Any:
     return Shard(1) if parameter.dim() > 1 else None
 
@@ -270,10 +257,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Any, Any, str
         *("mxfp8", "quantized", {"rows": 65}, {}, nothing),
         *(ShapeError, "rows of another size"),
     ),
-    "squares that shards cut": (
-        *("blockwise", "quantized", {"rows": 320, "width": 256}, {}, nothing),
-        *(ShapeError, "rows 0 to 160 of 320, which cut the blocks"),
-    ),
     "columns as shards": (
         *("current", GATHER, {}, {"shard_placement_fn": by_columns}, nothing),
         *(ShapeError, "shards of rows"),
@@ -306,7 +289,7 @@ def test_refused(mesh: DeviceMesh) -> None:
             net = shard(make(RECIPES[name](), kept, **options), mesh, "root", **sharding)
             change(net)
             with pytest.raises(kind, match=message):
-                loss_of(net, next(batches(1, options.get("width", 64))))
+                loss_of(net, next(batches(1)))
     with pytest.raises(UsageError, match="sharded already"):
         gather_quantized(shard(make("current", "high precision"), mesh, "root"))
 
@@ -330,12 +313,7 @@ def test_one_group_has_weights_of_several_options(mesh: DeviceMesh) -> None:
 def test_another_format_after_the_first_gather_is_refused(mesh: DeviceMesh) -> None:
     """The memory of a gathered weight has the format of its first recipe."""
     # The shards of the reference are sent as they are.
-    formats = (
-        RECIPES["mxfp8"](),
-        RECIPES["reference"](),
-        ottava.get_recipe("current", fp8_format=E5M2),
-    )
-    for other in formats:
+    for other in (RECIPES["mxfp8"](), RECIPES["reference"](), named("current", fp8_format=E5M2)()):
         net = shard(make(RECIPES["current"](), GATHER), mesh, "root", reshard_after_forward=True)
         batch = next(batches(1))
         loss_of(net, batch).backward()

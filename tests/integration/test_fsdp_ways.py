@@ -279,48 +279,44 @@ def test_blocks_of_two_directions_are_not_recomputed_unless_announced(mesh: Devi
     """The gather for the backward pass brings columns alone."""
     for kept in (GATHERED, "quantized"):
         net = shard(make("mxfp8", kept, reentrant=False), mesh, reshard_after_forward=True)
-        remedy = "reshard_after_forward=False or with_2d_quantization=True"
         loss = loss_of(net, next(batches(1)))
-        with pytest.raises(UsageError, match=remedy):
+        with pytest.raises(UsageError, match="reshard_after_forward=False or with_2d_quantization"):
             loss.backward()
-    squares = functools.partial(ottava.get_recipe, "mxfp8", with_2d_quantization=True)
-    for make_recipe, reshard in ((squares, True), (RECIPES["mxfp8"], False)):
+    for options, reshard in (({"with_2d_quantization": True}, True), ({}, False)):
+        recipe = ottava.get_recipe("mxfp8", **options)
         sharding = {"reshard_after_forward": reshard}
-        options = {"reentrant": False, "fully_shard_options": sharding}
-        assert_trains_alike(mesh, make_recipe(), "quantized", **options)
+        assert_trains_alike(
+            mesh, recipe, "quantized", reentrant=False, fully_shard_options=sharding
+        )
 
 
 @on_ranks(2)
 def test_a_gradient_norm_is_that_of_one_process(mesh: DeviceMesh) -> None:
-    net, norms = shard(make("current", GATHERED), mesh), []
-    for model in (make("current", "high precision"), net):
-        loss_of(model, next(batches(1))).backward()
-        norms.append(values_of(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)).float())
+    norms = []
+    for net in (make("current", "high precision"), shard(make("current", GATHERED), mesh)):
+        loss_of(net, next(batches(1))).backward()
+        norms.append(values_of(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)).float())
+        clipped = torch.cat([values_of(p.grad).float().flatten() for p in net.parameters()])
+        torch.testing.assert_close(clipped.norm(), torch.tensor(0.01), rtol=0.02, atol=0)
     torch.testing.assert_close(norms[1], norms[0], rtol=0.02, atol=0)
-    clipped = torch.cat([values_of(p.grad).float().flatten() for p in net.parameters()]).norm()
-    torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=0.02, atol=0)
 
 
 @on_ranks(2)
 def test_mixed_precision(mesh: DeviceMesh) -> None:
     """Float32 parameters, cast to bfloat16 before they are quantized."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for name, rows in (("delayed", 33), ("mxfp8", 64)):
-        recipe = RECIPES[name]
-        net = make(recipe(), GATHERED, rows, dtype=torch.float32)
-        shard(net, mesh, "layers" if rows == 64 else "root", mp_policy=policy)
-        masters = make(recipe(), "high precision", rows, dtype=torch.float32)
-        narrow, optimizer = copy.deepcopy(masters).to(torch.bfloat16), optimizer_of(masters)
+    for name, rows, groups in (("delayed", 33, "root"), ("mxfp8", 64, "layers")):
+        net = make(RECIPES[name](), GATHERED, rows, dtype=torch.float32)
+        shard(net, mesh, groups, mp_policy=policy)
+        masters = make(RECIPES[name](), "high precision", rows, dtype=torch.float32)
+        narrow, optimizer = copy.deepcopy(masters).bfloat16(), optimizer_of(masters)
         expected = []
-        pairs = list(zip(narrow.parameters(), masters.parameters(), strict=True))
         for batch in batches(2):
             with torch.no_grad():
-                for own, master in pairs:
-                    own.copy_(master)
+                torch._foreach_copy_([*narrow.parameters()], [*masters.parameters()])
             loss = loss_of(narrow, batch)
             loss.backward()
-            for own, master in pairs:
-                assert own.grad is not None
+            for own, master in zip(narrow.parameters(), masters.parameters(), strict=True):
                 master.grad, own.grad = own.grad.float(), None
             optimizer.step()
             expected.append(loss.item())
@@ -332,11 +328,7 @@ def test_mixed_precision(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_torch_autocast(mesh: DeviceMesh) -> None:
     """Float32 parameters and gathers, products in bfloat16."""
-
-    def run(net: Any, count: int) -> list[float]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return train(net, count)
-
+    run = torch.autocast("cpu", torch.bfloat16)(train)
     for name in ("delayed", "mxfp8"):
         assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, loop=run, dtype=torch.float32)
 
@@ -370,44 +362,41 @@ def test_a_rank_may_write_its_shards_alone(mesh: DeviceMesh) -> None:
             assert all(p.grad.to_local().isfinite().all() for p in net.parameters())
 
 
+SHARDED = {"reshard_after_forward": True}
+
+
+def collectives_of(mesh: DeviceMesh, name: str, *, grad: bool = True) -> Collectives:
+    """The collectives of a step, or of a forward pass without gradients."""
+    net = shard(make(RECIPES[name](), GATHERED), mesh, "root", **SHARDED)
+    with torch.set_grad_enabled(grad), Collectives() as collectives:
+        loss = loss_of(net, next(batches(1)))
+        if grad:
+            loss.backward()
+    return collectives
+
+
 @on_ranks(2)
 def test_a_torch_that_does_not_say_which_weights_are_gathered_together(mesh: DeviceMesh) -> None:
     """More is gathered and reduced, and all of it is right."""
-    private = "torch.distributed._composable_state"
-    sharding = {"reshard_after_forward": True}
-    reductions, sizes = [], []
-    for module in (sys.modules[private], None):
-        sys.modules[private] = module  # type: ignore[assignment]
-        for name, seen in (("current", reductions), ("mxfp8", sizes)):
-            net = shard(make(RECIPES[name](), GATHERED), mesh, "root", **sharding)
-            with Collectives() as collectives:
-                loss_of(net, next(batches(1))).backward()
-            seen.append(collectives.count if name == "current" else sum(collectives.gathered))
+    found = []
+    for module in (sys.modules["torch.distributed._composable_state"], None):
+        sys.modules["torch.distributed._composable_state"] = module  # type: ignore[assignment]
+        found.append([collectives_of(mesh, name) for name in ("current", "mxfp8")])
     for name in ("delayed", "mxfp8"):
-        options = {"groups": "root", "fully_shard_options": sharding}
+        options = {"groups": "root", "fully_shard_options": SHARDED}
         assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, **options)
     # The scale of each weight by itself; rows and columns in each pass.
-    assert reductions == [1, 3]
-    assert sizes[1] > sizes[0]
+    (together, rows), (alone, both) = found
+    assert (together.count, alone.count) == (1, 3)
+    assert sum(both.gathered) > sum(rows.gathered)
 
 
 @on_ranks(2)
 def test_rows_and_columns_are_gathered_where_torch_does_not_tell_the_pass(mesh: DeviceMesh) -> None:
-    sizes = []
-    for knows in (True, False):
-        vars(hooks)["KNOWS_BACKWARD"] = knows
-        net = shard(make(RECIPES["mxfp8"](), GATHERED), mesh, "root", reshard_after_forward=True)
-        with torch.no_grad(), Collectives() as collectives:
-            net(next(batches(1))[0])
-        sizes.append(sum(collectives.gathered))
+    rows = collectives_of(mesh, "mxfp8", grad=False)
+    vars(hooks)["KNOWS_BACKWARD"] = False
+    assert sum(rows.gathered) < sum(collectives_of(mesh, "mxfp8", grad=False).gathered)
     for module in (hooks, quantized_on_gather):
         vars(module)["graph_task_id"] = lambda: -1
-    assert sizes[0] < sizes[1]
-    assert_trains_alike(
-        mesh,
-        RECIPES["mxfp8"](),
-        GATHERED,
-        "mxfp8",
-        groups="root",
-        fully_shard_options={"reshard_after_forward": True},
-    )
+    options = {"groups": "root", "fully_shard_options": SHARDED}
+    assert_trains_alike(mesh, RECIPES["mxfp8"](), GATHERED, "mxfp8", **options)

@@ -29,9 +29,10 @@ def test_every_kernel_has_cases() -> None:
     assert not runner.check("nothing", [], PLACE).passed
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any]) -> None:
-    """Let ``fault`` change what a kernel gives in every second call: the oracle's is the first."""
-    real, calls = getattr(kernels, kernel), [0]
+def plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any) -> None:
+    """Let ``fault`` change what a function gives in every second call: the oracle's is the
+    first."""
+    real, calls = getattr(owner, name), [0]
 
     def faulty(*arguments: Any, **options: Any) -> Any:
         calls[0] += 1
@@ -39,7 +40,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any
         return fault(results, *arguments, **options) if calls[0] % 2 == 0 else results
 
     faulty.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
-    monkeypatch.setattr(kernels, kernel, faulty)
+    monkeypatch.setattr(owner, name, faulty)
 
 
 def flip(results: Any, *_: Any, **__: Any) -> Any:
@@ -60,6 +61,10 @@ def write_input(results: Any, x: torch.Tensor, **_: Any) -> Any:
     return results
 
 
+def write_beyond(results: Any, row: Any, outputs: list[Any], *_: Any) -> None:
+    runner.storage_of(outputs[0])[-1] ^= 1
+
+
 @pytest.mark.parametrize(
     ("kernel", "fault"),
     [
@@ -69,37 +74,24 @@ def write_input(results: Any, x: torch.Tensor, **_: Any) -> Any:
         ("grid_multi_amax", flip),
         ("transpose", forget),
         ("amax", write_input),
+        ("transpose into", write_beyond),
     ],
 )
 def test_a_faulty_kernel_is_found(
     monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any]
 ) -> None:
-    cases = kernel_cases.kernel_cases(kernel, [(3, 5), (33, 65)])[::3]
-    for mode in ("some bytes", "stream"):
-        assert runner.check(kernel, cases, PLACE, mode).passed
-    plant(monkeypatch, kernel, fault)
-    cases = kernel_cases.kernel_cases(kernel, [(3, 5), (33, 65)])[::3]
-    for mode in ("some bytes", "stream"):
-        assert runner.check(kernel, cases, PLACE, mode).failed
+    def outcomes() -> list[runner.Outcome]:
+        cases = kernel_cases.kernel_cases(kernel, [(3, 5), (33, 65)])[::3]
+        return [runner.check(kernel, cases, PLACE, mode) for mode in ("some bytes", "stream")]
 
-
-def test_a_write_beyond_a_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def beyond(outputs: list[Any], *_: Any) -> None:
-        runner.storage_of(outputs[0])[-1] ^= 1
-
-    name = "transpose into"
-    assert runner.check(name, kernel_cases.kernel_cases(name, [(3, 5)]), PLACE).passed
-    row = kernel_cases.OPERATIONS["transpose"]
-    real, calls = type(row).into, [0]
-
-    def faulty(self: Any, outputs: list[Any], *arguments: Any) -> None:
-        real(self, outputs, *arguments)
-        calls[0] += 1
-        if calls[0] % 2 == 0:
-            beyond(outputs)
-
-    monkeypatch.setattr(type(row), "into", faulty)
-    assert runner.check(name, kernel_cases.kernel_cases(name, [(3, 5)]), PLACE).failed
+    assert all(outcome.passed for outcome in outcomes())
+    name, _, into = kernel.partition(" ")
+    plant(
+        monkeypatch,
+        *(type(kernel_cases.OPERATIONS[name]), into) if into else (kernels, name),
+        fault,
+    )
+    assert all(outcome.failed for outcome in outcomes())
 
 
 def test_a_replay_an_exception_and_a_lack_of_time() -> None:
@@ -132,22 +124,11 @@ def test_differences() -> None:
     other = torch.tensor([0x7FC00001, 0x3F800000], dtype=torch.int32).view(torch.float32)
     zeros, ones = torch.zeros(2), torch.ones(64)
     assert runner.same_bytes([nan], [other]) is None
-    for mine, theirs in (
-        ([-zeros], [zeros]),
-        ([zeros], [torch.zeros(3)]),
-        ([zeros], [zeros.int()]),
-        ([zeros], [zeros, zeros]),
-    ):
-        assert runner.same_bytes(mine, theirs) is not None
-    assert "tensor 1" in str(runner.same_bytes([nan, nan], [nan, nan + 1]))
+    for wrong in ([-zeros], [torch.zeros(3)], [zeros.int()], [zeros, zeros]):
+        assert runner.same_bytes(wrong, [zeros]) is not None
     assert runner.within(0.2)([1.1 * ones], [ones]) is None
-    for mine, bound in (
-        ([1.1 * ones], 0.05),
-        ([], 0.2),
-        ([ones[:1]], 0.2),
-        ([ones * torch.nan], 0.2),
-    ):
-        assert runner.within(bound)(mine, [ones]) is not None
+    for wrong in ([1.3 * ones], [], [ones[:1]], [ones * torch.nan]):
+        assert runner.within(0.2)(wrong, [ones]) is not None
 
 
 @pytest.mark.parametrize("name", ["products, current", "Linear, current"])

@@ -14,6 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -47,21 +48,16 @@ class Interrupts:
 
 def in_thread(function: Callable[[], Any]) -> Any:
     """What the function returns in a new thread, or its error."""
-    result: list[Any] = []
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            result.append((function(), None))
+            result.set_result(function())
         except BaseException as error:
-            result.append((None, error))
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    value, error = result[0]
-    if error is not None:
-        raise error
-    return value
+    threading.Thread(target=run).start()
+    return result.result()
 
 
 # -- models, and their steps --
@@ -114,11 +110,6 @@ def recomputed(model: Any, x: torch.Tensor, *, reentrant: bool = False) -> None:
     checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
 
-def recomputed_in_block(model: Any, x: torch.Tensor) -> None:
-    with ottava.autocast(RECIPE):
-        recomputed(model, x)
-
-
 def recomputed_with_region(model: Any, x: torch.Tensor) -> None:
     """The recomputation enters a region of its own, inside backward."""
     contexts = lambda: (contextlib.nullcontext(), ottava.autocast(RECIPE))  # noqa: E731
@@ -137,13 +128,11 @@ def evaluated(model: Any, x: torch.Tensor) -> None:
 WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None]]] = {
     "converted": (converted, step),
     "nested": (nested, step),
-    "block": (converted, in_block),
     "blocks": (converted, in_blocks),
     "calibrating": (converted, calibrating),
     "evaluated": (converted, evaluated),
     "recomputed": (converted, recomputed),
     "recomputed reentrantly": (converted, functools.partial(recomputed, reentrant=True)),
-    "recomputed in a block": (converted, recomputed_in_block),
     "recomputed with a region": (converted, recomputed_with_region),
 }
 

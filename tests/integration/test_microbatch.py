@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,13 +82,7 @@ def with_other_blocks(model: Any) -> Run:
 
 def beside_the_argument(model: Any) -> Run:
     """What a call says goes before what a block says."""
-
-    def run(x: torch.Tensor, first: bool) -> torch.Tensor:
-        with ottava.microbatch(first=not first):
-            y: torch.Tensor = model(x, first)
-        return y
-
-    return run
+    return lambda x, first: ottava.microbatch(first=not first)(model)(x, first)
 
 
 def around_a_checkpoint(model: Any, use_reentrant: bool) -> Run:
@@ -111,10 +104,7 @@ def compiled(model: Any) -> Run:
 WAYS: dict[str, Callable[[Any], Run]] = {
     "in a block": in_a_block,
     "with other blocks": with_other_blocks,
-    "decorated": lambda model: (
-        lambda x, first: ottava.microbatch(first=first)(lambda x: model(x))(x)
-    ),
-    "beside the argument": beside_the_argument,
+    "beside the argument, decorated": beside_the_argument,
     "around a checkpoint": partial(around_a_checkpoint, use_reentrant=False),
     "around a reentrant checkpoint": partial(around_a_checkpoint, use_reentrant=True),
     "inside a checkpoint": partial(inside_a_checkpoint, use_reentrant=False),
@@ -142,37 +132,20 @@ def negated(model: Any) -> Any:
 
 
 def test_weights_are_kept_in_blocks_of_this_thread_alone() -> None:
-    model, x = net(), batch(0)
+    """Also where another thread is in the same block."""
+    model, x, block = net(), batch(0), ottava.microbatch(first=False)
     with ottava.microbatch(first=True):
         before = model(x)
     negated(model)
-    with ottava.microbatch(first=False):
-        with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
+        with block:
             elsewhere = pool.submit(model, x).result()
-        assert torch.equal(model(x), before)
-    assert torch.equal(model(x), elsewhere)
+            assert torch.equal(model(x), before)
+            pool.submit(block.__enter__).result()
+        assert torch.equal(model(x), elsewhere)
+        pool.submit(block.__exit__, None, None, None).result()
+        assert torch.equal(pool.submit(model, x).result(), elsewhere)
     assert not torch.equal(elsewhere, before)
-
-
-def test_threads_may_share_a_block() -> None:
-    """One enters it while another is in it, and each goes back to what it was in."""
-    model, block, x = net(), ottava.microbatch(first=True), batch(0)
-    entered, left = threading.Event(), threading.Event()
-
-    def run() -> None:
-        with ottava.microbatch(first=False), block:
-            entered.set()
-            left.wait()
-
-    thread = threading.Thread(target=run)
-    with block:
-        model(x)
-        thread.start()
-        entered.wait()
-    after = negated(model)(x)
-    left.set()
-    thread.join()
-    assert torch.equal(after, negated(net())(x))
 
 
 @pytest.mark.parametrize("first", [None, 1, "yes", torch.tensor(True)])
@@ -205,18 +178,12 @@ def test_a_block_begins_and_ends_without_a_call() -> None:
     """After one, an interrupt may come, which would leave the block open."""
     block, events = ottava.microbatch(first=True), []
     codes = {ottava.microbatch.__enter__.__code__, ottava.microbatch.__exit__.__code__}
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if frame.f_code in codes:
-            events.append(event)
-
-    with ottava.microbatch(first=False):
-        sys.setprofile(note)
-        try:
-            with block:
-                pass
-        finally:
-            sys.setprofile(None)
+    sys.setprofile(lambda frame, event, _: frame.f_code in codes and events.append(event))
+    try:
+        with block:
+            pass
+    finally:
+        sys.setprofile(None)
     assert events == ["call", "return"] * 2
 
 

@@ -4,7 +4,6 @@ quantized layers refuse."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -147,9 +146,8 @@ def test_a_schedule_is_one_step(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_pipelines_of_other_recipes_and_in_blocks(mesh: DeviceMesh) -> None:
     """Of the stage's own group, or of none: ranks of other stages are not asked."""
-    assert_pipeline(mesh, delayed_inputs)
-    for options in ({}, {"amax_reduction_group": own_group()}):
-        assert_pipeline(mesh, block=partial(ottava.autocast, **options))
+    assert_pipeline(mesh, delayed_inputs, block=ottava.autocast)
+    assert_pipeline(mesh, block=partial(ottava.autocast, amax_reduction_group=own_group()))
 
 
 @on_ranks(4)
@@ -214,34 +212,23 @@ def test_a_plan_is_refused(mesh: DeviceMesh) -> None:
                 with REFUSED():
                     train(parallelize_module(net, mesh, make()))
                 assert not any(hasattr(parameter, "placements") for parameter in net.parameters())
-            for primary in (False, True):
-                net = parallelize_module(plain(), mesh, make())
-                with REFUSED():
-                    train(ottava.convert(net, "delayed", primary=primary))
-                assert plan == "inputs" or type(net[0]) is torch.nn.Linear
-    net = parallelize_module(plain(), mesh, {"0": ColwiseParallel()})
-    ottava.convert(net, "current", exclude="0")
-    assert type(net[1]) is ottava.nn.Linear
-
-
-@on_ranks(2)
-def test_weights_of_a_plan_are_refused(mesh: DeviceMesh) -> None:
-    """Distributed by hand, or by a plan below FSDP2."""
-    nets = []
-    for placement in (Shard(0), Shard(1), Replicate()):
-        net = plain()
-        weight = distribute_tensor(net[0].weight.detach(), mesh, [placement])
-        net[0].weight = torch.nn.Parameter(weight)
-        nets.append(net)
+            net = parallelize_module(plain(), mesh, make())
+            with REFUSED():
+                train(ottava.convert(net, "delayed"))
+            assert plan == "inputs" or type(net[0]) is torch.nn.Linear
+    # Distributed by hand, or by a plan below FSDP2.
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     planned: Any = parallelize_module(plain(), both["tensor"], BOTH)
-    for net in (*nets, fully_shard(planned, mesh=both["data"])):
+    by_hand = plain()
+    weight = distribute_tensor(by_hand[0].weight.detach(), mesh, [Replicate()])
+    by_hand[0].weight = torch.nn.Parameter(weight)
+    for net in (by_hand, fully_shard(planned, mesh=both["data"])):
         with pytest.raises(UsageError, match="weight of Linear '0' is a DTensor"):
             ottava.convert(net, "current")
 
 
 @on_ranks(2)
-def test_a_layer_without_recipe_takes_a_plan(mesh: DeviceMesh) -> None:
+def test_what_has_no_recipe_takes_a_plan(mesh: DeviceMesh) -> None:
     """And no recipe then."""
     expected = train(plain())
     net: Any = torch.nn.Sequential(*map(ottava.nn.Linear.from_linear, plain()))
@@ -251,22 +238,22 @@ def test_a_layer_without_recipe_takes_a_plan(mesh: DeviceMesh) -> None:
         net[0].bind("current")
     with ottava.autocast("current"), REFUSED():
         train(net)
-    torch.testing.assert_close(train(net), expected)
+    # Layers beside a plan are converted.
+    other = parallelize_module(plain(), mesh, {"0": ColwiseParallel()})
+    ottava.convert(other, "current", exclude="0")
+    assert type(other[1]) is ottava.nn.Linear
 
 
 @on_ranks(2)
 def test_fully_shard_is_no_plan(mesh: DeviceMesh) -> None:
-    """Layers are converted before, or twice, or after, where one that FSDP wrapped is left
-    alone."""
-    for order, recipe in itertools.product(("before", "twice", "after"), ("delayed", "mxfp8")):
-        net, exclude = plain(), "0" if order == "after" else None
-        expected = train(ottava.convert(plain(), recipe, exclude=exclude))
-        if order != "after":
-            ottava.convert(net, recipe)
-        fully_shard(net[0], mesh=mesh)
-        fully_shard(net, mesh=mesh)
-        if order == "before":
+    """Layers are converted before, or after, where one that FSDP wrapped is left alone."""
+    for recipe in ("delayed", "mxfp8"):
+        for exclude in (None, "0"):
+            expected = train(ottava.convert(plain(), recipe, exclude=exclude))
+            net = plain() if exclude else ottava.convert(plain(), recipe)
+            fully_shard(net[0], mesh=mesh)
+            fully_shard(net, mesh=mesh)
             net.load_state_dict(net.state_dict(), assign=True)
-        else:
+            # Twice changes nothing.
             ottava.convert(net, recipe)
-        assert_same(train(net), expected, note=(order, recipe))
+            assert_same(train(net), expected, note=(exclude, recipe))

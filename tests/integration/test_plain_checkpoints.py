@@ -115,9 +115,8 @@ def test_layers_that_are_bound_by_themselves() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             model.load_state_dict(weights, strict=True)
-        assert len([warning for warning in caught if AFRESH in str(warning.message)]) == 1
+        assert [AFRESH in str(warning.message) for warning in caught] == [True]
         assert not learnt(model)
-        assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
 
 
 def test_what_is_missing_besides_is_told() -> None:
@@ -131,42 +130,33 @@ def test_what_is_missing_besides_is_told() -> None:
     del whole["2.recipe_state.scale"]
     with pytest.raises(RuntimeError, match=r'Missing key.*: "2.recipe_state.scale"'):
         model.load_state_dict(whole, strict=True)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(plain(2).state_dict() | {"1.weight": torch.ones(2, 2)}, strict=True)
 
 
 def test_the_own_checkpoint_is_no_plain_one() -> None:
-    model = trained("delayed")
+    model, other = trained("delayed"), ottava.convert(plain(3), "delayed")
     with torch.device("meta"):
         on_meta = ottava.convert(plain(), "delayed")
-    for other, options in ((ottava.convert(plain(3), "delayed"), {}), (on_meta, {"assign": True})):
-        with warnings.catch_warnings(action="error"):
-            assert other.load_state_dict(model.state_dict(), **options) == ([], [])
-            # Parts of a model, without the weights that a state belongs to, leave the states alone.
-            other.load_state_dict({"1.bias": torch.zeros(8)}, strict=False)
-        assert same(states(model), states(other))
-        assert learnt(other)
+    with warnings.catch_warnings(action="error"):
+        assert on_meta.load_state_dict(model.state_dict(), assign=True) == ([], [])
+        assert other.load_state_dict(model.state_dict()) == ([], [])
+        # Parts of a model, without the weights that a state belongs to, leave the states alone.
+        other.load_state_dict({"1.bias": torch.zeros(8)}, strict=False)
+    assert same(states(model), states(other))
+    assert same(states(model), states(on_meta))
 
 
 def test_state_is_left_out_for_a_plain_model() -> None:
     model, other = trained("delayed"), plain()
     whole = model.state_dict()
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        other.load_state_dict(whole)
     rest = checkpoint.without_state(whole)
     assert len(whole) - len(rest) == 15
-    assert list(rest) == list(other.state_dict())
     assert rest._metadata == whole._metadata  # type: ignore[attr-defined]
     for state in (rest, checkpoint.without_state(dict(whole))):
         assert other.load_state_dict(state, strict=True) == ([], [])
     assert torch.equal(other[3].weight, model[3].weight)
-    # A layer by itself, and a recipe that keeps nothing.
-    layer = ottava.nn.Linear(4, 4, recipe="delayed")
-    assert list(checkpoint.without_state(layer.state_dict())) == ["weight", "bias"]
-    ottava.convert(plain(), "mxfp8").load_state_dict(rest, strict=True)
     with pytest.raises(DTypeError, match=r"is a Sequential. Expected: what model.state_dict\(\)"):
         checkpoint.without_state(model)
-    # Quantized weights are dequantized.
+    # Of a layer by itself, whose quantized weight is dequantized.
     with ottava.quantized_model_init("delayed"):
         layer = ottava.nn.Linear(8, 8, recipe="delayed")
     target = torch.nn.Linear(8, 8)
@@ -174,33 +164,17 @@ def test_state_is_left_out_for_a_plain_model() -> None:
     assert torch.equal(target.weight, layer.weight.dequantize())
 
 
-def assigned(model: torch.nn.Module, weights: Any) -> tuple[set[str], set[str]]:
-    """Missing and unexpected names of a loader that builds on meta and assigns module by module, as
-    that of Transformers does."""
-    expected = {name for name, value in model.state_dict().items() if value.is_meta}
-    for name in expected & {*weights}:
-        owner, _, own = name.rpartition(".")
-        state = {own: weights[name].clone()}
-        model.get_submodule(owner).load_state_dict(state, strict=False, assign=True)
-    missing = {name for name, value in model.state_dict().items() if value.is_meta}
-    return missing, {*weights} - expected
-
-
 @pytest.mark.filterwarnings(f"ignore:{AFRESH}")
-def test_loaders_that_build_on_meta() -> None:
-    """Of plain weights nothing is missing, because the state begins where its weight is."""
-    weights = checkpoint.without_state(trained("delayed").state_dict())
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_loader_that_builds_on_meta_and_assigns_module_by_module(recipe: str) -> None:
+    """As that of Transformers: nothing is left on meta, because the state begins where its weight
+    is."""
+    weights = plain(2).state_dict()
     with torch.device("meta"):
-        model: Any = plain()
-    assert assigned(model, weights) == (set(), set())
-    check_trains(ottava.convert(model, "delayed"), weights)
-    for recipe in ("current", "delayed"):
-        for whole in (False, True):
-            with torch.device("meta"):
-                model = ottava.convert(plain(), recipe)
-            if whole:
-                assert model.load_state_dict(weights, strict=False, assign=True) == ([], [])
-            else:
-                assert assigned(model, weights) == (set(), set())
-            assert not any(value.is_meta for value in model.state_dict().values())
-            check_trains(model, weights)
+        model = ottava.convert(plain(), recipe)
+    for name, value in weights.items():
+        owner, _, own = name.rpartition(".")
+        state = {own: value.clone()}
+        model.get_submodule(owner).load_state_dict(state, strict=False, assign=True)
+    assert not any(value.is_meta for value in model.state_dict().values())
+    check_trains(model, weights)

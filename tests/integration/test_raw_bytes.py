@@ -42,19 +42,9 @@ def layout(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def held(weight: Any) -> dict[str, torch.Tensor]:
-    both = zip(weight.inner_tensors, weight.inner_list(), strict=True)
-    return {inner.attribute: tensor for inner, tensor in both if tensor is not None}
-
-
-def names(weight: Any) -> list[str]:
-    """The attributes of data that can be moved."""
-    return [inner.attribute for inner in weight.raw_inner()]
-
-
-def buffers_for(weight: Any) -> list[torch.Tensor]:
-    sizes = [getattr(weight, name).numel() for name in names(weight)]
-    return [torch.zeros(size + 3, dtype=U8)[3:] for size in sizes]
+def data_of(weight: Any) -> list[torch.Tensor]:
+    """The data that can be moved."""
+    return [getattr(weight, inner.attribute) for inner in weight.raw_inner()]
 
 
 def no_stale_transpose(weight: Any) -> None:
@@ -64,39 +54,27 @@ def no_stale_transpose(weight: Any) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_writes_reach_both_sides(name: str, layout: str) -> None:
-    maker = MAKERS[name]
-    weight = maker().quantize(torch.randn(64, 32).bfloat16())
-    buffers = buffers_for(weight)
+    weight, expected = (MAKERS[name]().quantize(torch.randn(64, 32)) for _ in range(2))
+    buffers = [torch.zeros(64 * 32 + 3, dtype=U8)[3:] for _ in data_of(weight)]
     replace_raw_data(weight, buffers)
-    values = torch.randn(64, 32).bfloat16()
+    values = torch.randn(64, 32)
     with torch.no_grad():
         weight.copy_(values)
-    expected = maker().quantize(values)
-    for attribute, buffer in zip(names(weight), buffers, strict=True):
-        assert getattr(weight, attribute).data_ptr() == buffer.data_ptr()
-        assert_same(buffer.view(64, 32), getattr(expected, attribute))
-    no_stale_transpose(weight)
-    other = maker().quantize(torch.randn(64, 32).bfloat16())
-    for attribute, buffer in zip(names(weight), buffers, strict=True):
-        buffer.copy_(getattr(other, attribute).reshape(-1))
-        assert_same(getattr(weight, attribute), getattr(other, attribute))
-    no_stale_transpose(weight)
-    post_all_gather_processing([weight])
+        expected.copy_(values)
+    assert_same([buffer.view(64, 32) for buffer in buffers], data_of(expected))
     no_stale_transpose(weight)
     # A collective writes below torch, which counts no write.
     for buffer in buffers:
         buffer.numpy()[:] = 7
     post_all_gather_processing([weight])
+    assert all((data == 7).all() for data in data_of(weight))
     no_stale_transpose(weight)
-    if layout == "transpose" and hasattr(weight, "_transpose"):
-        assert weight._transpose is not None
 
 
 def test_an_alias_keeps_the_old_bytes(layout: str) -> None:
     weight: Any = Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(6, 8))
     alias, old, buffer = weight.detach(), weight._data, torch.zeros(48, dtype=U8)
     replace_raw_data(weight, buffer)
-    assert weight._data.data_ptr() == buffer.data_ptr()
     assert alias._data.data_ptr() == old.data_ptr()
     alias.copy_(torch.randn(6, 8))
     assert_same(buffer.view(6, 8), weight._data)
@@ -104,15 +82,7 @@ def test_an_alias_keeps_the_old_bytes(layout: str) -> None:
     no_stale_transpose(weight)
 
 
-def test_weights_that_hold_one_direction() -> None:
-    with columnwise_layout("transpose"):
-        weight = Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(6, 8))
-        weight.update_usage(rowwise_usage=False)
-        values, buffer = weight.dequantize(), torch.zeros(48, dtype=U8)
-        replace_raw_data(weight, buffer)
-        assert weight.get_usages() == {"rowwise": False, "columnwise": True}
-        assert_same(weight.dequantize(), values)
-        assert weight._transpose.data_ptr() == buffer.data_ptr()
+def test_one_buffer_moves_the_rowwise_data_alone() -> None:
     blocks = MXFP8Quantizer(E4M3).quantize(torch.randn(64, 32))
     columns, buffer = blocks._columnwise_data, torch.zeros(2048, dtype=U8)
     replace_raw_data(blocks, buffer)
@@ -138,7 +108,7 @@ def test_a_wrong_buffer_is_refused_before_anything_is_written(why: str) -> None:
     error, make = REFUSED[why]
     for name in ("current", "mxfp8"):
         weight, good = MAKERS[name]().quantize(torch.randn(32, 32)), torch.full((1024,), 7).to(U8)
-        before = {name: (tensor, tensor.clone()) for name, tensor in held(weight).items()}
+        before, values = data_of(weight), weight.dequantize()
         wrong = make(1024)
         if name == "mxfp8" and not isinstance(wrong, list):
             # The second of two.
@@ -146,27 +116,19 @@ def test_a_wrong_buffer_is_refused_before_anything_is_written(why: str) -> None:
         with pytest.raises(error):
             replace_raw_data(weight, wrong)
         assert (good == 7).all()
-        for attribute, (tensor, value) in before.items():
-            assert getattr(weight, attribute) is tensor
-            assert_same(tensor, value)
+        assert all(now is old for now, old in zip(data_of(weight), before, strict=True))
+        assert_same(weight.dequantize(), values)
 
 
 def test_weights_without_bytes_of_their_own_are_refused() -> None:
     buffer, values = torch.zeros(48, dtype=U8), torch.randn(6, 8)
-    with pytest.raises(DTypeError):
-        replace_raw_data(values, buffer)  # type: ignore[arg-type]
-    for maker in MAKERS.values():
-        weight = maker().quantize(values)
-        weight.clear()
-        with pytest.raises(UsageError):
-            replace_raw_data(weight, buffer)
-    weight = MAKERS["current"]().quantize(values)
-    with pytest.raises(UsageError, match="no view"):
-        replace_raw_data(weight.t(), buffer)
+    weight, cleared = (MAKERS["current"]().quantize(values) for _ in range(2))
+    cleared.clear()
+    part, before = weight[2:4], weight.dequantize()
     # A part shares the scale of the whole, which finds its views by where their bytes are.
-    before, part = weight.dequantize(), weight[2:4]
-    with pytest.raises(OttavaError):
-        replace_raw_data(part, buffer[:16])
+    for wrong in (values, cleared, weight.t(), part):
+        with pytest.raises(OttavaError):
+            replace_raw_data(wrong, buffer[: wrong.numel()])
     assert_same(part.dequantize(), before[2:4])
     # Two directions need two buffers.
     blocks, both = MXFP8Quantizer(E4M3).quantize(torch.randn(32, 32)), torch.zeros(1024, dtype=U8)
@@ -207,16 +169,13 @@ def test_a_gather_after_a_forward_pass_that_came_too_early(manual: bool) -> None
 def test_weights_that_need_no_processing() -> None:
     blocks = MXFP8Quantizer(E4M3).quantize(torch.randn(32, 32))
     shared = Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(4, 4))
-    before = [tensor.clone() for tensor in blocks.inner_list()]
-    post_all_gather_processing([torch.ones(3), blocks, shared, torch.nn.Parameter(torch.ones(2))])
+    with columnwise_layout("transpose"):
+        rows = Float8CurrentScalingQuantizer(E4M3, columnwise=False).quantize(torch.randn(4, 4))
+        quantize_master_weights([rows], [torch.randn(4, 4)], None)
+        post_all_gather_processing([torch.ones(3), blocks, shared, rows])
     post_all_gather_processing([])
-    assert_same(blocks.inner_list(), before)
     assert shared._transpose is None
-    for wrong in ([torch.ones(3), None], ["w"], None, 3):
+    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
+    for wrong in (["w"], None, 3):
         with pytest.raises(DTypeError):
             post_all_gather_processing(wrong)  # type: ignore[arg-type]
-    with columnwise_layout("transpose"):
-        weight = Float8CurrentScalingQuantizer(E4M3, columnwise=False).quantize(torch.randn(4, 4))
-        quantize_master_weights([weight], [torch.randn(4, 4)], None)
-        post_all_gather_processing([weight])
-        assert weight.get_usages() == {"rowwise": True, "columnwise": False}

@@ -87,13 +87,10 @@ def quantized(quantizer: Any, *shape: int) -> Any:
     return quantizer.quantize(torch.ones(shape).bfloat16())
 
 
-def outs_of_two(make: Callable[[torch.Tensor], tuple[Any, Any]]) -> Change:
-    def change(batch: Batch) -> None:
-        memory = buffer(COUNT + 1)
-        batch.outs[CURRENT], batch.outs[DELAYED] = make(memory)
-        batch.watched.append(memory)
-
-    return change
+def outs_that_overlap(batch: Batch) -> None:
+    memory = buffer(COUNT + 1)
+    batch.outs[CURRENT], batch.outs[DELAYED] = memory[1:], memory[:-1]
+    batch.watched.append(memory)
 
 
 def two_shards(batch: Batch) -> None:
@@ -128,40 +125,30 @@ REFUSED: dict[str, tuple[type[Exception], Change]] = {
         DTypeError,
         lambda b: setattr(b, "weights", (w for w in b.weights)),
     ),
-    **{
-        f"start {value!r}": (OptionError, put("starts", value)) for value in (None, False, 0.0, "0")
-    },
+    **{f"start {value!r}": (OptionError, put("starts", value)) for value in (None, False, 0.0)},
     **{f"start {value}": (ShapeError, put("starts", value)) for value in (-1, 1, 2**70)},
     "master of float64": (DTypeError, put("masters", lambda b: b.masters[LAST].double())),
-    "master of int": (DTypeError, put("masters", lambda b: b.masters[LAST].int())),
     "master of FP8": (DTypeError, put("masters", lambda b: b.masters[LAST].to(E4M3))),
     "master is sparse": (DTypeError, put("masters", lambda b: b.masters[LAST].to_sparse())),
     "master is quantized": (DTypeError, put("masters", lambda b: b.weights[0])),
     "master is a list": (DTypeError, put("masters", [1.0])),
     "master on meta": (DeviceError, put("masters", lambda b: b.masters[LAST].to("meta"))),
     "weight in high precision": (DTypeError, put("weights", torch.ones(ROWS, COLUMNS))),
-    "weight is None": (DTypeError, put("weights", None)),
     "weight without quantizer": (UsageError, lambda b: b.weights[MX].update_quantizer(None)),
     "weight is a view": (UsageError, view),
     "a weight is cleared": (UsageError, cleared),
     "quantizer of another format": (DTypeError, put("quantizers", wide, CURRENT)),
     "MX of another format": (DTypeError, put("quantizers", MXFP8Quantizer(E5M2), MX)),
-    "MX for one scale": (OttavaError, put("quantizers", mx)),
     "one scale for MX": (OttavaError, put("quantizers", current, MX)),
     "rows for squares": (OttavaError, put("quantizers", mx, SQUARES)),
-    **{
-        f"another {name}": (
-            OptionError,
-            put("quantizers", Float8CurrentScalingQuantizer(E5M2, **{name: value})),
-        )
-        for name, value in (("force_pow_2_scales", True), ("amax_epsilon", 1.0))
-    },
+    "another option": (
+        OptionError,
+        put("quantizers", Float8CurrentScalingQuantizer(E5M2, amax_epsilon=1.0)),
+    ),
     "one weight twice": (OttavaError, put("weights", lambda b: b.weights[0], 1)),
     "two shards of one weight": (OttavaError, two_shards),
-    **{
-        f"group is {value!r}": (OttavaError, lambda b, value=value: b.options.update(group=value))
-        for value in (3, [0, 1], "no such group")
-    },
+    "group is a list": (OttavaError, lambda b: b.options.update(group=[0, 1])),
+    "group has no such name": (OttavaError, lambda b: b.options.update(group="no such group")),
     "manual is a number": (
         OttavaError,
         lambda b: b.options.update(manual_post_all_gather_processing=1),
@@ -169,16 +156,13 @@ REFUSED: dict[str, tuple[type[Exception], Change]] = {
     "out too small": (ShapeError, out(lambda: buffer(COUNT - 1))),
     "out too large": (ShapeError, out(lambda: buffer(COUNT + 1))),
     "one out for two directions": (ShapeError, out(buffer, MX)),
-    "three outs for two directions": (ShapeError, out(lambda: (buffer(), buffer(), buffer()), MX)),
     "two outs for one direction": (ShapeError, out(lambda: (buffer(), buffer()))),
     "one buffer for two directions": (OttavaError, out(lambda: (buffer(),) * 2, MX)),
     "out is not contiguous": (OttavaError, out(lambda: buffer(2 * COUNT)[::2])),
-    "out in high precision": (OttavaError, out(lambda: buffer(dtype=torch.bfloat16))),
     "out of bools": (DTypeError, out(lambda: buffer(dtype=torch.bool))),
     "out of another format": (DTypeError, out(lambda: buffer().view(E5M2), CURRENT)),
     "out on meta": (DeviceError, out(lambda: buffer(device="meta"))),
-    "one out for two weights": (OttavaError, outs_of_two(lambda m: (m[1:], m[1:]))),
-    "outs that overlap": (OttavaError, outs_of_two(lambda m: (m[1:], m[:-1]))),
+    "outs that overlap": (OttavaError, outs_that_overlap),
     "out of another class": (OttavaError, out(lambda: quantized(mx, ROWS, COLUMNS))),
     "quantized out of another format": (DTypeError, out(lambda: quantized(current, ROWS, COLUMNS))),
     "out of other columns": (ShapeError, out(lambda: quantized(wide, 48, 128))),

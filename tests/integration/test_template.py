@@ -120,40 +120,6 @@ def test_the_environment_has_the_recipe_what_it_requires_and_no_other(
     assert environment.printed(code, cwd=tmp_path).strip() == "[]"
 
 
-EXPORTED = """
-import torch
-from ottava import GridQuantizer, GridTensor
-from ottava.checkpoint import load_file, save_file
-from ottava.cli.main import app
-from ottava.debug import fake_quantize
-from acme_rows.recipe import LAYOUT
-
-save_file({"a.weight": torch.randn(48, 40), "a.bias": torch.randn(48)}, "source.safetensors")
-for source, target, recipe in (("source", "rows", "acme-rows"), ("rows", "back", "bf16")):
-    files = [f"{source}.safetensors", f"{target}.safetensors"]
-    app(["export", *files, "--recipe", recipe], standalone_mode=False)
-source, there, back = (load_file(f"{n}.safetensors") for n in ("source", "rows", "back"))
-weight, bias = there["a.weight"], there["a.bias"]
-assert type(weight) is GridTensor and type(bias) is torch.Tensor
-own = GridQuantizer(LAYOUT)(source["a.weight"])
-assert torch.equal(weight._rowwise_data, own._rowwise_data)
-assert torch.equal(weight._rowwise_scale_inv, own._rowwise_scale_inv)
-assert torch.equal(back["a.weight"], own.dequantize(torch.bfloat16))
-assert back["a.weight"].dtype == torch.bfloat16
-x = source["a.weight"].requires_grad_()
-y = fake_quantize(x, "ACME_ROWS_INT8")
-y.sum().backward()
-assert torch.equal(y, own.dequantize()) and torch.equal(x.grad, torch.ones_like(x))
-print("exported")
-"""
-
-
-def test_files_and_values_are_quantized_to_it_and_back(
-    environment: Environment, tmp_path: Path
-) -> None:
-    assert "exported" in environment.printed(EXPORTED, cwd=tmp_path)
-
-
 def test_its_tests_pass_as_generated(
     environment: Environment, package: Path, tmp_path: Path
 ) -> None:
@@ -319,20 +285,12 @@ def test_the_page_can_be_followed(tmp_path: Path) -> None:
     ran = dict(re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", done.stdout, re.M))
     assert list(ran) == COMMANDS
     assert "Successfully installed ottava-recipes-acme-rows-0.1.0" in ran[EDITABLE]
-    listed = [
-        line.split("│")[1].strip()
-        for line in ran["ottava recipes"].splitlines()
-        if line.startswith("│")
-    ]
-    assert listed == ["acme-rows"]
+    assert re.findall(r"^│ (\S+) +│", ran["ottava recipes"], re.M) == ["acme-rows"]
     assert ran["ls dist"].split() == [
         "ottava_recipes_acme_rows-0.1.0-py3-none-any.whl",
         "ottava_recipes_acme_rows-0.1.0.tar.gz",
     ]
-    written = sorted(str(p.relative_to(work)) for p in work.iterdir())
-    assert written == ["acme-rows", "recipe-env"]
+    assert sorted(path.name for path in work.iterdir()) == ["acme-rows", "recipe-env"]
     assert re.search(r"\d\d+ passed", ran["pytest"])
     assert "failed" not in ran["pytest"]
-    assert re.search(
-        r"^│ acme-rows +│", ran["ottava demo --recipe acme-rows --size tiny --steps 30"], re.M
-    )
+    assert "│ acme-rows " in ran["ottava demo --recipe acme-rows --size tiny --steps 30"]

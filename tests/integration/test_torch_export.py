@@ -91,18 +91,21 @@ def test_training_with_a_state_is_refused(recipe: str, strict: bool) -> None:
         torch.export.export(model, (x,), strict=strict)
 
 
+class Net(torch.nn.Module):
+    """A layer whose recipe a region brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = ottava.nn.Linear(64, 64, name="first")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with ottava.autocast("delayed"):
+            return self.layer(x)
+
+
 @STRICT
 @pytest.mark.parametrize("training", [False, True])
 def test_a_state_is_not_made_while_a_program_is_traced(training: bool, strict: bool) -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = ottava.nn.Linear(64, 64, name="first")
-
-        def forward(self, x: torch.Tensor) -> Any:
-            with ottava.autocast("delayed"):
-                return self.layer(x)
-
     net, x = Net().train(training), torch.randn(8, 64)
     words = r"Linear 'first' has no state for 'delayed'.*ottava\.convert.*torch\.export"
     with pytest.raises(UsageError, match=words):
@@ -114,9 +117,10 @@ def test_a_state_is_not_made_while_a_program_is_traced(training: bool, strict: b
 
 
 def test_a_program_of_training_without_a_state_is_its_forward_pass() -> None:
+    """Whose gradients reach no parameter."""
     model, x = model_of("current").train(), torch.randn(8, 64)
-    model.zero_grad()
     run = torch.export.export(model, (x,)).module()
+    run.zero_grad()
     y = run(x)
     assert torch.equal(y, model(x))
     if y.requires_grad:
@@ -134,19 +138,17 @@ def test_a_program_of_training_without_a_state_is_its_forward_pass() -> None:
 def test_a_program_takes_any_number_of_rows(recipe: str, features: int) -> None:
     """Examples are smaller and larger than a block."""
     model = model_of(recipe, features)
-    rows = torch.export.export(
-        model, (torch.randn(2, features),), dynamic_shapes=({0: Dim.DYNAMIC},)
-    ).module()
-    batches = torch.export.export(
-        model,
-        (torch.randn(2, 3, features),),
-        dynamic_shapes=({0: Dim("batch", max=64), 1: Dim("tokens", max=512)},),
-    ).module()
-    shapes = [(rows, (n,)) for n in (2, 33, 100)] + [(batches, n) for n in ((2, 2), (3, 50))]
-    for run, shape in shapes:
-        x = torch.randn(*shape, features)
-        with torch.no_grad():
-            assert torch.equal(run(x), model(x)), shape
+    dynamic = ({0: Dim.DYNAMIC}, {0: Dim("batch", max=64), 1: Dim("tokens", max=512)})
+    for example, sizes, leading in (
+        ((2,), dynamic[0], [(2,), (33,), (100,)]),
+        ((2, 3), dynamic[1], [(2, 2), (3, 50)]),
+    ):
+        examples = (torch.randn(*example, features),)
+        run = torch.export.export(model, examples, dynamic_shapes=(sizes,)).module()
+        for shape in leading:
+            x = torch.randn(*shape, features)
+            with torch.no_grad():
+                assert torch.equal(run(x), model(x)), shape
 
 
 def test_weights_that_are_quantized_are_loaded_into_a_model_that_is_exported() -> None:

@@ -68,16 +68,12 @@ def losses(model: torch.nn.Module) -> list[float]:
 def test_an_existing_model_trains_as_one_that_was_made_with_quantized_weights(recipe: str) -> None:
     with ottava.quantized_model_init(recipe):
         made = net(Linear)
-    ottava.convert(made, recipe)
     existing = ottava.convert(net(), recipe, primary=True, keep_initial_values=True)
-    with torch.no_grad():
-        quiet = ottava.convert(net(), recipe, primary=True)
-    for i in (0, 2):
-        one, other = made[i].weight, existing[i].weight
+    for one, other in zip(made.parameters(), existing.parameters(), strict=True):
         assert type(one) is type(other)
-        assert torch.equal(one.dequantize(), other.dequantize())
-        assert torch.equal(one.get_high_precision_init_val(), other.get_high_precision_init_val())
-    assert losses(existing) == losses(quiet) == losses(made)
+        if one.dim() == 2:
+            assert_same(one.get_high_precision_init_val(), other.get_high_precision_init_val())
+    assert losses(existing) == losses(ottava.convert(made, recipe))
 
 
 @pytest.mark.parametrize("recipe", [*NAMED, REFERENCE], ids=[*NAMED, "reference"])
@@ -88,17 +84,14 @@ def test_a_model_on_meta_gets_its_values_later(recipe: Any) -> None:
     # Delayed scaling counts what a weight is given among what it saw of it.
     expected.load_state_dict(plain.state_dict())
     with torch.device("meta"):
-        inside, initialized = (ottava.convert(net(), recipe, primary=True) for _ in range(2))
-    outside = ottava.convert(net().to("meta"), expected[0].recipe, primary=True)
-    for model in (inside, outside):
-        assert model(torch.empty(3, 64, device="meta")).shape == (3, 32)
-        model.to_empty(device="cpu").load_state_dict(plain.state_dict())
-    seen = losses(expected)
+        loaded, initialized = (ottava.convert(net(), recipe, primary=True) for _ in range(2))
+    assert loaded(torch.empty(3, 64, device="meta")).shape == (3, 32)
+    loaded.to_empty(device="cpu").load_state_dict(plain.state_dict())
     initialized.to_empty(device="cpu")
     torch.manual_seed(0)
     for i in (0, 2):
         initialized[i].reset_parameters()
-    assert losses(inside) == losses(outside) == losses(initialized) == seen
+    assert losses(loaded) == losses(initialized) == losses(expected)
 
 
 def test_the_gradient_and_its_hooks_are_the_new_parameters() -> None:
@@ -106,20 +99,17 @@ def test_the_gradient_and_its_hooks_are_the_new_parameters() -> None:
     model(inputs(0)).sum().backward()
     before = model[0].weight
     grad = before.grad.clone()
-    handles = [before.register_hook(lambda grad: seen.append(grad) or grad * 0)]
-    handles.append(before.register_post_accumulate_grad_hook(seen.append))
+    handle = before.register_hook(lambda grad: seen.append("hook") or grad * 0)
+    before.register_post_accumulate_grad_hook(seen.append)
     ottava.convert(model, "mxfp8", primary=True)
     weight = model[0].weight
-    assert (weight is not before, before.grad) == (True, None)
-    assert torch.equal(weight.grad, grad)
+    assert before.grad is None
     model(inputs(0)).sum().backward()
     assert torch.equal(weight.grad, grad), "the hook made the second one 0"
-    assert len(seen) == 2
-    assert seen[1] is weight
-    for handle in handles:
-        handle.remove()
+    assert seen == ["hook", weight]
+    handle.remove()
     model(inputs(0)).sum().backward()
-    assert len(seen) == 2
+    assert seen == ["hook", weight, weight]
     assert not torch.equal(weight.grad, grad)
 
 
@@ -225,19 +215,15 @@ def test_weights_show_the_memory_that_they_share(recipe: Any) -> None:
     found = places(model)
     assert found[2] == found[3]
     assert len({*found}) == 3
-    assert all(one and one == other for one, other in found)
-    weight, data = model[0].weight, data_of(model[0].weight)
-    assert weight.data_ptr() == data.data_ptr()
-    assert weight.untyped_storage().nbytes() == data.untyped_storage().nbytes()
-    assert safetensors.torch.storage_ptr(weight) == data.untyped_storage().data_ptr()
-    assert places(model.to(torch.float32)) == found
     assert not {*places(copy.deepcopy(model))} & {*found}
+    weight, data = model[0].weight, data_of(model[0].weight)
+    assert found[0] == (data.data_ptr(), data.untyped_storage().data_ptr())
+    assert weight.untyped_storage().nbytes() == data.untyped_storage().nbytes()
     for alias in (weight.detach(), weight.data, weight.to(weight.device)):
         assert (alias.data_ptr(), alias.untyped_storage().data_ptr()) == found[0]
     rows = weight.detach()[32:]
     if isinstance(rows, ottava.QuantizedTensor):
         assert rows.data_ptr() == data_of(rows).data_ptr()
-    assert weight.detach().clone().data_ptr() not in (0, weight.data_ptr())
     on_meta = weight.detach().to("meta")
     assert (on_meta.data_ptr(), on_meta.untyped_storage().nbytes()) in {(0, 0), (0, on_meta.nbytes)}
     # The memory outlives the weight, and cannot be resized.
@@ -254,21 +240,19 @@ def test_safetensors_writes_values_and_says_how_to_keep_the_bytes(
     recipe: Any, tmp_path: Path
 ) -> None:
     model, path = tied(recipe).bfloat16(), tmp_path / "model.safetensors"
-    state = {name: value for name, value in model.state_dict().items() if name != "3.weight"}
-    with pytest.warns(UserWarning, match="3 quantized tensors.*ottava.checkpoint.save_mod") as told:
-        safetensors.torch.save_file(state, path)
-    assert [warning.filename for warning in told] == [__file__]
-    written = safetensors.torch.load_file(path)
-    for name, value in state.items():
-        if name.endswith("weight"):
-            assert_same(written[name], value.dequantize())
-    with pytest.warns(UserWarning, match="3 quantized tensors"):
-        assert safetensors.torch.load(safetensors.torch.save(state)).keys() == written.keys()
-    with pytest.warns(UserWarning, match="3 quantized tensors"):
+    words = "3 quantized tensors.*ottava.checkpoint.save_mod"
+    with pytest.warns(UserWarning, match=words) as told:
         safetensors.torch.save_model(model, str(path))
-    names = {name for name in safetensors.torch.load_file(path) if name.endswith("weight")}
-    assert names == {"0.weight", "1.weight", "2.weight"}
+    assert [warning.filename for warning in told] == [safetensors.torch.__file__]
+    written = safetensors.torch.load_file(path)
+    assert {name for name in written if "weight" in name} == {f"{i}.weight" for i in range(3)}
+    for i in range(3):
+        assert_same(written[f"{i}.weight"], model[i].weight.dequantize())
     assert safetensors.torch.load_model(tied(recipe).bfloat16(), path) == (set(), [])
+    with pytest.warns(UserWarning, match="1 quantized tensor") as told:
+        data = safetensors.torch.save({"a": model[0].weight})
+    assert [warning.filename for warning in told] == [__file__]
+    assert_same(safetensors.torch.load(data)["a"], written["0.weight"])
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -297,20 +281,6 @@ def test_written_values_load_into_weights_that_were_trained_on(recipe: Any, tmp_
         target.load_state_dict(written)
         for weight, values in zip(target.parameters(), expected, strict=True):
             assert (weight.dequantize() - values).norm() <= 1e-4 * values.norm()
-
-
-def test_a_state_without_steps_gives_loaded_weights_no_scale() -> None:
-    model = tied("delayed")
-    state = model.state_dict()
-    is_weight = {name: value.dim() == 2 and "weight" in name for name, value in state.items()}
-    written = {n: v.dequantize() if is_weight[n] else v.clone() for n, v in state.items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        trained(model, optimizer)
-    model.load_state_dict(written)
-    for index, layer in enumerate(model):
-        values = written[f"{index}.weight"]
-        assert (layer.weight.dequantize() - values).norm() <= 0.05 * values.norm()
 
 
 def test_plain_tensors_are_written_as_ever(tmp_path: Path) -> None:
@@ -360,8 +330,7 @@ def test_each_optimizer_from_before_the_conversion_is_warned_of_once() -> None:
         with pytest.warns(UserWarning, match=words) as told:
             trained(model, optimizer)
         assert [warning.filename for warning in told] == [__file__]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             trained(model, optimizer)
 
 
@@ -371,8 +340,7 @@ def test_optimizers_that_train_the_weights_are_not_warned_of() -> None:
     frozen, both, of_masters = (torch.optim.SGD(masters, lr=0.1) for _ in range(3))
     ottava.convert(model, "current", primary=True)
     both.add_param_group({"params": [layer.weight for layer in model]})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
         trained(model, both)
         # Parameters of before whose gradients somebody copies are masters.
@@ -410,12 +378,11 @@ def test_shards_of_transposed_weights_train_as_the_whole(mesh: DeviceMesh) -> No
 @on_ranks(2)
 def test_shards_of_quantized_weights_are_told_apart(mesh: DeviceMesh) -> None:
     for recipe in NAMED:
-        model = fully_shard(ottava.convert(net(), recipe), mesh=mesh)
-        with pytest.raises(UsageError, match=r"weight of '0' is a DTensor.*before gather_quant"):
-            ottava.convert(model, recipe, primary=True)
         first: Any = fully_shard(ottava.convert(net(), recipe, primary=True), mesh=mesh)
-        local = [first[i].weight.to_local() for i in (0, 2)]
-        assert all(isinstance(shard, ottava.QuantizedTensor) for shard in local)
-        assert len({shard.data_ptr() for shard in local} - {0}) == 2
-        assert all(shard.data_ptr() == data_of(shard).data_ptr() for shard in local)
+        shards = [first[i].weight.to_local() for i in (0, 2)]
+        assert len({shard.data_ptr() for shard in shards} - {0}) == 2
+        assert all(shard.data_ptr() == data_of(shard).data_ptr() for shard in shards)
         assert "the weight is kept quantized" in str(ottava.conversion_report(first))
+    model = fully_shard(ottava.convert(net(), "current"), mesh=mesh)
+    with pytest.raises(UsageError, match=r"weight of '0' is a DTensor.*before gather_quant"):
+        ottava.convert(model, "current", primary=True)
