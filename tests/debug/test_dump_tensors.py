@@ -114,15 +114,6 @@ def test_names_of_files_are_safe_and_differ_as_those_of_layers(initialize: Initi
         assert re.fullmatch(rf"{pattern}\.weight\.step-000000\.0\.safetensors", file), name
 
 
-def test_each_rank_has_a_folder(initialize: Initialize, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 3)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *group: 1)
-    folder = initialize(of_all_layers(HIGH))
-    layer_of("current")(inputs()[0])
-    assert {path.name for path in folder.glob("tensor_dumps/*")} == {"rank-00003"}
-
-
 def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(
     initialize: Initialize,
 ) -> None:

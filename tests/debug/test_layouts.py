@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import ottava_debug
+from tests.arrays import scale_values
 from tests.core.layouts.layouts import EACH_OF_A_LAYER, OneQuantizer, quantizer
 from tests.debug import by_hand
-
-LOSSES = ("sqnr", "cosine", "mse", "underflows%", "underflows_of_nonzero%")
 
 
 @EACH_OF_A_LAYER
@@ -21,10 +20,15 @@ def test_statistics_of_what_a_product_takes(name: str) -> None:
     for tensor, values in (("activation", x), ("gradient", dy)):
         for suffix, columnwise in (("", False), ("_columnwise", True)):
             q = quantizer(name, "columnwise" if columnwise else "rowwise")(values)
-            losses = by_hand.losses(values, q.dequantize(torch.float32))
-            scales = q.grid_operand(columnwise=columnwise)[1].float()
-            found = {stat: losses[stat] for stat in LOSSES}
-            found |= {"scale_inv_min": scales.min(), "scale_inv_max": scales.max()}
+            stored = q.grid_operand(columnwise=columnwise)[1]
+            factors = torch.from_numpy(scale_values(stored.numpy(), q.grid_layout)).float()
+            found = by_hand.losses(values, q.dequantize(torch.float32)) | {
+                "scale_inv_min": stored.min(),
+                "scale_inv_max": stored.max(),
+                "scale_inv_value_min": factors.min(),
+                "scale_inv_value_max": factors.max(),
+                "scale": 1 / factors.min(),
+            }
             expected |= {(tensor, f"{stat}{suffix}"): float(v) for stat, v in found.items()}
     layer = by_hand.layer_of(OneQuantizer(row=name))
     stats = sorted({stat for _, stat in expected})

@@ -108,20 +108,19 @@ def test_options_and_files_serve_the_rest(tmp_path: Path) -> None:
     assert served(second, "b") == KEPT
 
 
-def test_a_role_is_kept_where_one_direction_cannot_be(tmp_path: Path) -> None:
-    keeps = [Keep("a", "x", role="weight", direction="rowwise")]
-    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, "delayed")
-    assert served(recipe, "a") == served(recipe, "b") | {"weight": IDENTITY}
-    assert "Only rowwise data need it" in (tmp_path / "kept.yaml").read_text()
-
-
-def test_one_direction_of_a_recipe_of_two_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["delayed", "hybrid.yaml"])
+def test_one_direction_of_a_role_is_kept_where_it_can_be(tmp_path: Path, base: str) -> None:
+    """A recipe with state serves whole roles."""
     hybrid = tmp_path / "hybrid.yaml"
     hybrid.write_text("default: {rowwise: mxfp8, columnwise: current}\n")
+    of = str(hybrid) if base == hybrid.name else base
     keeps = [Keep("a", "x", role="weight", direction="rowwise")]
-    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, str(hybrid))
+    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, of)
     others = served(recipe, "b")
-    assert served(recipe, "a") == others | {"weight": ("identity", others["weight"][1])}
+    columns = others["weight"][1] if base == hybrid.name else "identity"
+    assert served(recipe, "a") == others | {"weight": ("identity", columns)}
+    told = "Only rowwise data need it" in (tmp_path / "kept.yaml").read_text()
+    assert told is (base == "delayed")
 
 
 OPERANDS = [(gemm, tensor) for gemm, tensors in TENSORS.items() for tensor in tensors[:2]]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import ottava_debug
 from tests.core.forking import python
 from tests.debug.yaml_files import section
 
@@ -87,9 +86,3 @@ def test_registration_in_a_new_process(tmp_path: Path, monkeypatch: pytest.Monke
     log = next(Path("logs/nvdlfw_inspect_statistics_logs").iterdir())
     lines = [line.split("INFO - ")[1].split()[0] for line in log.read_text().splitlines()]
     assert set(lines) == {"layer_activation_max"}
-
-
-def test_public_names() -> None:
-    assert all(hasattr(ottava_debug, name) for name in ottava_debug.__all__)
-    assert not hasattr(ottava_debug, "something")
-    assert set(ottava_debug.__all__) <= set(dir(ottava_debug))

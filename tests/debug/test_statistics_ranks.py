@@ -62,6 +62,7 @@ def from_a_file(ranks: list[int], group: Any) -> None:
     stats = f"stats: [{', '.join(VALUES)}, exponents], freq: 2"
     text = section("LogTensorStats", f"tensors: [activation, weight], {stats}")
     text += f"    LogFp8TensorStats: {{enabled: True, tensors: activation, stats: {LOSSES}}}\n"
+    text += "    DumpTensors: {enabled: True, tensors: weight, high_precision_tensor: True}\n"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "debug.yaml"
         path.write_text(text)
@@ -73,6 +74,8 @@ def from_a_file(ranks: list[int], group: Any) -> None:
             layer(share(rank, step))
             debug_api.step()
         debug_api.end_debug()
+        dumps = [path.name for path in Path(folder).glob("tensor_dumps/*")]
+        assert dumps == [f"rank-{rank:05d}"]
     expected = {}
     for step in range(3):
         shares = [share(other, step) for other in ranks]

@@ -108,34 +108,22 @@ def test_layers_have_the_published_bytes(scheme: Scheme, meta: bool, tmp_path: P
 
 @pytest.mark.parametrize("activations", [None, "none"])
 @pytest.mark.parametrize("scheme", WRITTEN, ids=str)
-def test_gradients_reach_inputs_and_adapters(
+def test_the_gradient_of_an_input_is_that_of_the_decoded_weight(
     scheme: Scheme, activations: str | None, tmp_path: Path
 ) -> None:
-    """The gradient of the input is that of the output times the decoded weight."""
     if activations == "none" and scheme.format.startswith(("fp8", "modelopt-fp8")):
         pytest.skip("the configuration of this format always quantizes inputs")
     checkpoint(tmp_path / "a", scheme, activations)
     net = Net().bfloat16()
     load_quantized(net, tmp_path / "a")
-    layer = net.up
-    weight = layer.weight.dequantize(dtype=torch.float32).double()
-    down, across = torch.randn(4, _SIDE).bfloat16(), torch.randn(2 * _SIDE, 4).bfloat16()
-    adapter = [torch.nn.Parameter(down), torch.nn.Parameter(across)]
-    x = torch.randn(9, _SIDE, generator=torch.Generator().manual_seed(1)).bfloat16()
-    x.requires_grad_()
+    weight = net.up.weight.dequantize(dtype=torch.float32).double()
+    x = torch.randn(9, _SIDE).bfloat16().requires_grad_()
     gradient = torch.randn(9, 2 * _SIDE).bfloat16()
-    (layer(x) + x @ adapter[0].T @ adapter[1].T).backward(gradient)
-
-    through_adapter = gradient.double() @ across.double() @ down.double()
-    expected = gradient.double() @ weight + through_adapter
+    net.up(x).backward(gradient)
+    expected = gradient.double() @ weight
     assert x.grad is not None
-    error = (x.grad.double() - expected).norm() / expected.norm()
-    # Sums of two products are rounded to BF16.
-    assert error < 6e-3
-    for each in adapter:
-        assert each.grad is not None
-        assert float(each.grad.abs().max()) > 0
-    assert layer.weight.grad is None
+    assert (x.grad.double() - expected).norm() < 4e-3 * expected.norm()
+    assert net.up.weight.grad is None
 
 
 def test_other_runs_have_the_same_gradients(tmp_path: Path) -> None:
@@ -235,6 +223,9 @@ FAULTS: tuple[tuple[Callable[[dict[str, Any]], object], str], ...] = (
     (lambda t: t.update({"up.bias": torch.zeros(3)}), "'up.bias' has shape"),
     (lambda t: t.update({"up.bias": torch.zeros(256, dtype=torch.int32)}), "is torch.int32"),
     (lambda t: t.update({"up.input_scale": torch.ones(2)}), "'up.input_scale' has shape"),
+    (lambda t: t.update({"up.weight": t["up.weight"][:3].clone()}), "'up.weight_scale' has sha"),
+    (lambda t: t.update({"up.weight": t["up.weight"].float()}), "has dtype torch.float32"),
+    (lambda t: t.update({"up.weight_scale": -t["up.weight_scale"]}), "has a scale that is neg"),
     (lambda t: t.update({"head.weight": t["embed.weight"] + 1}), "'head.weight' of the file"),
     (
         lambda t: t.update({f"q.{n}": t[f"up.{n}"].clone() for n in ("weight", "weight_scale")}),
@@ -272,100 +263,43 @@ def _forge_json(value: Any, rng: random.Random) -> Any:
     if isinstance(value, list) and value and rng.random() < 0.7:
         place = rng.randrange(len(value))
         return [*value[:place], _forge_json(value[place], rng), *value[place + 1 :]]
-    return rng.choice(
-        [
-            None,
-            True,
-            -1,
-            0,
-            3.5,
-            1e400,
-            "",
-            "Linear",
-            "re:(",
-            "re:.*",
-            [],
-            [[]],
-            {},
-            {"a": 1},
-            "fp8",
-        ]
-    )
-
-
-_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.float32, torch.bfloat16, torch.float64)
-
-
-def _forge_tensors(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Tensors of which one has another name, shape, dtype or values."""
-    name = rng.choice(sorted(tensors))
-    tensor = tensors[name]
-    forged = {key: each for key, each in tensors.items() if key != name}
-    kind = rng.randrange(5)
-    if kind == 0:
-        letters = rng.choice(["", ".", "weight", name[::-1], f"{name}.weight_scale", f"x.{name}"])
-        return forged | {letters: tensor}
-    if kind == 1:
-        shapes = [tensor.reshape(-1), tensor[None], tensor.reshape(-1)[:1], tensor.reshape(-1)[:0]]
-        return forged | {name: rng.choice(shapes).contiguous()}
-    if kind == 2:
-        return forged | {name: tensor.float().to(rng.choice(_DTYPES))}
-    if kind == 3:
-        number = rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e38])
-        return forged | {name: torch.full_like(tensor.float(), number).to(tensor.dtype)}
-    return forged
-
-
-def _forged(rounds: int, tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    for scheme in WRITTEN:
-        folder = tmp_path / str(WRITTEN.index(scheme))
-        tensors = checkpoint(folder, scheme)
-        whole = Net().bfloat16()
-        load_quantized(whole, folder)
-        files = {path.name: path.read_text() for path in folder.glob("*.json")}
-        for _ in range(rounds):
-            forged = tensors
-            for name, text in files.items():
-                (folder / name).write_text(text)
-            if rng.random() < 0.5:
-                name = rng.choice(sorted(files))
-                (folder / name).write_text(json.dumps(_forge_json(json.loads(files[name]), rng)))
-            else:
-                forged = _forge_tensors(tensors, rng)
-            save_file(forged, folder / "model.safetensors", {"format": "pt"})
-            _load_forged(folder)
+    values = [None, True, -1, 0, 3.5, 1e400, "", "Linear", "re:(", "re:.*", "fp8"]
+    return rng.choice([*values, [], [[]], {}, {"a": 1}])
 
 
 def _load_forged(folder: Path) -> None:
     """Load a checkpoint; a refused one changes neither the model nor the folder."""
-    net = _CLEAN.get("net") or _CLEAN.setdefault("net", Net().bfloat16())
+    net = Net().bfloat16()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
     names = sorted(path.name for path in folder.iterdir())
     try:
         load_quantized(net, folder)
     except OttavaError:
         state = net.state_dict()
         assert type(net.up) is type(net.down) is torch.nn.Linear
-        for name, value in Net().bfloat16().state_dict().items():
+        for name, value in before.items():
             assert torch.equal(state[name], value), name
     else:
         # Only values differ: the result computes.
-        _CLEAN.clear()
         with torch.no_grad():
             assert net(torch.zeros(2, _SIDE).bfloat16()).shape == (2, 16)
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
-_CLEAN: dict[str, Net] = {}
-
-
-def test_forged_checkpoints_are_refused_with_typed_errors(tmp_path: Path) -> None:
-    _forged(25, tmp_path, seed=0)
-
-
-@pytest.mark.slow
-def test_many_forged_checkpoints(tmp_path: Path) -> None:
-    _forged(2000 // len(WRITTEN) + 1, tmp_path, seed=1)
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", WRITTEN, ids=str)
+def test_forged_configurations_are_refused_with_typed_errors(
+    scheme: Scheme, rounds: int, tmp_path: Path
+) -> None:
+    rng = random.Random(rounds)
+    checkpoint(tmp_path / "a", scheme)
+    files = {path: path.read_text() for path in (tmp_path / "a").glob("*.json")}
+    for _ in range(rounds):
+        for path, text in files.items():
+            path.write_text(text)
+        path = rng.choice(sorted(files))
+        path.write_text(json.dumps(_forge_json(json.loads(files[path]), rng)))
+        _load_forged(tmp_path / "a")
 
 
 def test_fused_parameters_get_values(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 import ottava
-from ottava import GridQuantizer, Layout, checkpoint, kernels
+from ottava import GridQuantizer, Layout, checkpoint
 from ottava.distributed import (
     ShardRule,
     cast_master_weights_to_fp8,
@@ -21,7 +19,7 @@ from ottava.distributed import (
 )
 from ottava.errors import OptionError, UsageError
 from ottava.layout import Rotation
-from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
+from ottava.tensors import QuantizedTensor, columnwise_layout
 from ottava_custom import (
     CurrentScalingQuantizerRef,
     CustomRecipe,
@@ -32,6 +30,8 @@ from ottava_custom import (
 )
 from tests.choosing import cpu_products
 from tests.comparing import assert_same
+from tests.core.forking import python
+from tests.core.layouts.layouts import PerTensor
 from tests.samples import DTYPES, wide
 from tests.strided import ROWS, VIEWS, check_places
 
@@ -42,17 +42,6 @@ ONE_LEVEL = Layout("E2M1", (1, 32), torch.float8_e8m0fnu, "even", **PACKED)
 TWO_LEVELS = Layout("E2M1", (1, 16), E4M3, second_level="tensor", **PACKED)
 BY_ROWS, BY_BLOCKS = Layout(E4M3, (1, None)), Layout(E5M2, (2, 2), torch.float8_e8m0fnu, "up")
 reference = CurrentScalingQuantizerRef
-
-
-class PerTensor(Float8QuantizerBase):
-    """Core's per-tensor tensors, which keep a transpose on some devices."""
-
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        rows, columns = self.needs(tensor.device)
-        data, transpose, _, scale_inv, _ = kernels.quantize(
-            tensor, self.fp8_dtype, rowwise=rows, transposed=columns
-        )
-        return self.wrap(data if rows else None, transpose if columns else None, scale_inv, dtype)
 
 
 # Pairs of very different kinds: one scale, scales on grids, none.
@@ -79,21 +68,14 @@ def values(tensor: Any, columnwise: bool) -> torch.Tensor:
 # -- identity --
 
 
-def test_identity_keeps_values_of_its_own() -> None:
-    """By itself, and as a side of a hybrid."""
-    for columns in (None, reference(E5M2), IdentityQuantizer()):
-        identity = IdentityQuantizer()
-        quantizer = identity if columns is None else HybridQuantizer(identity, columns)
-        for dtype in DTYPES:
-            for shape in ((), (0,), (2, 3, 4)):
-                x = wide(*shape, dtype=dtype)
-                before, tensor = x.clone(), quantizer(x)
-                x.zero_()
-                tensor.dequantize().zero_()
-                assert_same(tensor.dequantize(), before, note=shape)
-                tensor.mul_(2)
-                assert_same(tensor.dequantize(), before * 2, note=shape)
-    assert quantizer.is_requantization_safe()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_identity_gives_a_copy_of_its_values(dtype: torch.dtype) -> None:
+    x = wide(2, 3, 4, dtype=dtype)
+    for sides in ((IdentityQuantizer(), reference(E5M2)), (IdentityQuantizer(),) * 2):
+        for quantizer in (IdentityQuantizer(), HybridQuantizer(*sides)):
+            tensor = quantizer(x)
+            tensor.dequantize().zero_()
+            assert_same(tensor.dequantize(), x)
 
 
 @pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
@@ -160,26 +142,16 @@ def test_each_side_has_the_bytes_of_its_quantizer(pair: str, internal: bool) -> 
         assert_same(values(tensor, bool(columnwise)), values(own(x), bool(columnwise)))
         alone = quantizer.for_usage(bool(columnwise))(x)
         assert_same(alone.dequantize(), own(x).dequantize())
-    assert_same(tensor.dequantize(), PAIRS[pair][0](x).dequantize())
-
-
-@PAIR
-def test_one_side_alone(pair: str) -> None:
-    x = torch.randn(4, 6)
-    rows, columns = hybrid(pair, columnwise=False)(x), hybrid(pair, rowwise=False)(x)
-    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
-    assert columns.get_usages() == {"rowwise": False, "columnwise": True}
-    own = PAIRS[pair][1].with_usage(False, True)
-    assert torch.equal(columns.dequantize(), own(x).dequantize())
-    for tensor, side in ((rows, "columnwise"), (columns, "rowwise")):
         # The class is shown by a short name.
-        short = r"^HybridTensor\[\w+, \w+\]"
-        with pytest.raises(UsageError, match=f"{short} has no {side} data"):
-            tensor.gemm_operand(columnwise=side == "columnwise", dtype=torch.float32)
-    both = hybrid(pair)(x)
-    both.update_usage(rowwise_usage=False)
-    assert both.get_usages() == {"rowwise": False, "columnwise": True}
-    assert torch.equal(both.dequantize(), columns.dequantize())
+        words = r"^HybridTensor(Storage)?\[\w+, \w+\] has no (rowwise|columnwise) data"
+        one = quantizer.with_usage(not columnwise, bool(columnwise))(x)
+        assert_same(one.dequantize(), own(x).dequantize())
+        with pytest.raises(UsageError, match=words):
+            one.gemm_operand(columnwise=not columnwise, dtype=torch.float32)
+    assert_same(tensor.dequantize(), PAIRS[pair][0](x).dequantize())
+    tensor.update_usage(rowwise_usage=False)
+    assert tensor.get_usages() == {"rowwise": False, "columnwise": True}
+    assert_same(tensor.dequantize(), one.dequantize())
 
 
 def test_views_lie_where_plain_ones_do() -> None:
@@ -310,38 +282,21 @@ def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-# In a process that has imported core and no recipe; each file in a fork of it.
-READ = """
-import os, pickle, sys, torch
-import ottava.tensors
-from ottava import checkpoint
-for path in sys.argv[1:]:
-    if os.fork():
-        os.wait()
-        continue
-    kind = path.rpartition(".")[2]
-    if kind == "pickle":
-        tensor = pickle.load(open(path, "rb"))
-    elif kind == "torch":
-        import ottava_custom
-        quantizer = ottava_custom.by_direction("custom", "identity")("weight")
-        tensor = torch.load(path, weights_only=True)
-    else:
-        tensor = checkpoint.load_file(path)["w"]
-    print(kind, type(tensor).__name__, tensor.dequantize().double().sum().item(), flush=True)
-    os._exit(0)
-"""
-
-
-def test_fresh_processes_read_what_was_saved(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("forking")
+@pytest.mark.parametrize(
+    "read",
+    ["import pickle; w = pickle.load(open('w', 'rb'))", "w = checkpoint.load_file('w')['w']"],
+    ids=["pickle", "safetensors"],
+)
+def test_a_fresh_process_reads_what_was_saved(read: str, tmp_path: Path) -> None:
+    """One that has imported core and no recipe."""
     made: Any = by_direction("custom", "identity")("weight")
     tensor = made(torch.randn(4, 6))
-    paths = {kind: tmp_path / f"w.{kind}" for kind in ("pickle", "torch", "safetensors")}
-    paths["pickle"].write_bytes(pickle.dumps(tensor))
-    torch.save(tensor, paths["torch"])
-    checkpoint.save_file({"w": tensor}, paths["safetensors"])
-    command = [sys.executable, "-W", "ignore", "-c", READ, *map(str, paths.values())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    total = tensor.dequantize().double().sum().item()
-    lines = [f"{kind} {type(tensor).__name__} {total}" for kind in paths]
-    assert done.stdout.splitlines() == lines, done.stderr
+    if "pickle" in read:
+        (tmp_path / "w").write_bytes(pickle.dumps(tensor))
+    else:
+        checkpoint.save_file({"w": tensor}, tmp_path / "w")
+    told = "print(type(w).__name__, w.dequantize().tolist())"
+    done = python(f"from ottava import checkpoint\n{read}\n{told}", cwd=tmp_path)
+    expected = f"{type(tensor).__name__} {tensor.dequantize().tolist()}\n"
+    assert done.stdout == expected, done.stderr

@@ -36,19 +36,29 @@ def recomputed(call: Any) -> Any:
     return lambda x: checkpoint(call, x, use_reentrant=False)
 
 
+def bytes_of(net: Any) -> list[torch.Tensor]:
+    """The state of a model: inner tensors of the quantized weights, and plain tensors."""
+    tensors: list[torch.Tensor] = []
+    for value in net.state_dict().values():
+        inner = value.inner_list() if isinstance(value, ottava.QuantizedTensor) else [value]
+        # Clones, because a region of another model with the recipe begins its next step.
+        tensors += [tensor.clone() for tensor in inner if tensor is not None]
+    return tensors
+
+
 def train(net: Any, run: Any) -> list[torch.Tensor]:
-    """Outputs and gradients of some steps, and the final state."""
-    optimizer, results = torch.optim.SGD(net.parameters(), lr=0.1), []
+    """Outputs and gradients of some steps, and the state at the end of each."""
+    optimizer, results = torch.optim.SGD(net.parameters(), lr=0.5), []
     for step in range(4):
         random = torch.Generator().manual_seed(step)
-        x = (torch.randn(24, 16, generator=random).bfloat16() * (step + 1)).requires_grad_()
-        y = run(x)
+        x = torch.randn(24, 32, generator=random, dtype=net[0].weight.dtype) * (step + 1)
+        y = run(x.requires_grad_())
         y.square().mean().backward()
+        results += [y, x.grad, *(parameter.grad.clone() for parameter in net.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-        results += [y, x.grad]
-    # The state is cloned, because a region of another model with the recipe begins its next step.
-    return [*results, *(value.clone() for value in net.state_dict().values())]
+        results += bytes_of(net)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -67,21 +77,12 @@ def test_steps_have_the_bytes_of_eager_ones(
 ) -> None:
     """Of the steps ``way`` compiles a part."""
     torch._dynamo.reset()
-    net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU()), RECIPE)
-    net = net.bfloat16()
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()).bfloat16()
+    net = ottava.convert(net, RECIPE)
     twin: Any = copy.deepcopy(net)
     eager, traced = way(net, lambda run: run), way(twin, compiled)
     assert_same(train(twin, traced), train(net, eager))
     assert (twin[0].recipe_state.scale != 1).all()
-
-
-def bytes_of(net: Any) -> list[torch.Tensor]:
-    """The state of a model: inner tensors of the quantized weights, and plain tensors."""
-    tensors: list[torch.Tensor] = []
-    for value in net.state_dict().values():
-        inner = value.inner_list() if isinstance(value, ottava.QuantizedTensor) else [value]
-        tensors += [tensor.clone() for tensor in inner if tensor is not None]
-    return tensors
 
 
 def write_and_copy(net: Any) -> Any:
@@ -90,21 +91,6 @@ def write_and_copy(net: Any) -> Any:
         for layer in net:
             layer.weight.mul_(3)
     return copy.deepcopy(net)
-
-
-def train_quantized(net: Any, run: Any) -> list[torch.Tensor]:
-    """Outputs and gradients of three steps, and the state at the end of each."""
-    optimizer, results = torch.optim.SGD(net.parameters(), lr=0.5), []
-    for step in range(3):
-        random = torch.Generator().manual_seed(step)
-        x = (torch.randn(24, 32, generator=random) * (step + 1)).requires_grad_()
-        y = run(x)
-        y.square().mean().backward()
-        results += [y, x.grad, *(parameter.grad.clone() for parameter in net.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-        results += bytes_of(net)
-    return results
 
 
 @pytest.mark.parametrize(
@@ -119,18 +105,14 @@ def test_quantized_weights_are_recorded_from_the_first_step(
 ) -> None:
     """Compiled passes cannot give a weight the quantizer of its slot."""
     torch._dynamo.reset()
-
-    def make() -> Any:
-        with torch.random.fork_rng(devices=[]), ottava.quantized_model_init(RECIPE):
-            torch.manual_seed(0)
-            return torch.nn.Sequential(
-                *(ottava.nn.Linear(32, 32, recipe=RECIPE) for _ in range(layers))
-            )
-
-    net, twin = (prepared(ottava.convert(make(), RECIPE)) for _ in range(2))
+    torch.manual_seed(0)
+    with ottava.quantized_model_init(RECIPE):
+        linears = (ottava.nn.Linear(32, 32, recipe=RECIPE) for _ in range(layers))
+        made = ottava.convert(torch.nn.Sequential(*linears), RECIPE)
+    net, twin = (prepared(copy.deepcopy(made)) for _ in range(2))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        results = train_quantized(twin, compiled(twin))
-    assert_same(results, train_quantized(net, net))
+        results = train(twin, compiled(twin))
+    assert_same(results, train(net, net))
     assert all((layer.recipe_state.scale != 1).all() for layer in twin)
 
 

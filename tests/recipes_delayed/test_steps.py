@@ -57,19 +57,6 @@ def statistics(net: Any, tensor_type: str = "input") -> Any:
     return scaling_statistics(net)["0"][tensor_type]
 
 
-def test_regions_of_equal_recipes_go_on_with_the_state() -> None:
-    """Of a recipe that is made anew, of a name, and of no recipe around a layer that has one."""
-    bound, unbound = Linear(16, 16, recipe="delayed"), Linear(16, 16)
-    unbound.load_state_dict(bound.state_dict(), strict=False)
-    for step, recipe in enumerate((DelayedScaling(), "delayed", DelayedScaling())):
-        with ottava.autocast(recipe):
-            unbound(batch(step)).sum().backward()
-        with ottava.autocast():
-            bound(batch(step)).sum().backward()
-        assert_same(list(unbound.buffers()), list(bound.buffers()), note=step)
-        assert_same(unbound.weight.grad, bound.weight.grad, note=step)
-
-
 # -- recomputation --
 
 
@@ -106,7 +93,6 @@ RECOMPUTED: dict[str, tuple[Any, Any, Any]] = {
     "reentrant in reentrant": (REENTRANT, REENTRANT, torch.sin),
     "hooks in plain": (on_cpu, PLAIN, torch.sin),
     "hooks in reentrant": (on_cpu, REENTRANT, torch.sin),
-    "plain in hooks": (PLAIN, on_cpu, torch.sin),
     "reentrant in hooks": (REENTRANT, on_cpu, torch.sin),
     "selective": (functools.partial(PLAIN, context_fn=selective), None, torch.sin),
     "no early stop": (functools.partial(PLAIN, early_stop=False), PLAIN, torch.sin),
@@ -222,28 +208,6 @@ def test_a_layer_that_refuses_its_operands_has_begun_no_step(refused: str) -> No
     with pytest.raises(ottava.errors.OttavaError):
         layer(**operands)
     assert_same(list(layer.buffers()), before)
-
-
-class Student(torch.nn.Module):
-    """A model with a converted one outside of its tree."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(16, 16)
-        self.friends = [ottava.convert(model(), delayed())]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.friends[0](x)  # type: ignore[no-any-return]
-
-
-def test_converted_models_beside_and_inside_of_others() -> None:
-    outside, inner = ottava.convert(Student(), delayed()), ottava.convert(model(), delayed())
-    twice = ottava.convert(torch.nn.Sequential(inner, inner), delayed())
-    for step in range(3):
-        loss = outside(batch(step)).sum() + twice(batch(step)).sum()
-        loss.backward()
-        for layer in (outside.layer, outside.friends[0][0], inner[0]):
-            assert (layer.recipe_state.amax_history[1:, 0] > 0).sum() == step
 
 
 # -- recipes and factories --

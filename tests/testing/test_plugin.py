@@ -66,15 +66,11 @@ CLASSES: dict[str, tuple[str, str, tuple[int, int, int, int]]] = {
     "no recipe": ("Sound", "    recipe = None", (0, 3, 0, 1)),
     "an override without a mark": ("Sound", "    def test_roles(self): pass", (2, 1, 0, 1)),
     "no reason": ("Broken", SUPER.replace("reason='its scale'", ""), (2, 1, 0, 1)),
-    "an empty reason": ("Broken", SUPER.replace("its scale", " "), (2, 1, 0, 1)),
     "not strict": ("Sound", SUPER.replace("scale'", "scale', strict=False"), (2, 1, 0, 1)),
     "not run": ("Broken", SUPER.replace("scale'", "scale', run=False"), (2, 1, 0, 1)),
     "a condition": ("Sound", SUPER.replace("reason", "condition=False, reason"), (2, 1, 0, 1)),
     "a skip beside": ("Broken", "    @pytest.mark.skip\n" + SUPER, (2, 1, 0, 1)),
     "a mark in the class": ("Sound", "    pytestmark = pytest.mark.skip", (0, 4, 0, 0)),
-    "an xfail in the class": (
-        "Broken", "    pytestmark = pytest.mark.xfail(reason='x')", (0, 3, 0, 1)
-    ),
     "an override that skips": ("Sound", ROLES + "pytest.skip('no')", (2, 1, 0, 1)),
     "an override that fails": ("Sound", ROLES + "assert 0", (2, 1, 0, 1)),
     "one that fails after its check": (
@@ -83,9 +79,6 @@ CLASSES: dict[str, tuple[str, str, tuple[int, int, int, int]]] = {
     "one that calls another check": (
         "Broken", ROLES + "super().test_clone_shares_nothing()", (1, 2, 0, 1)
     ),
-    "setup_method that expects failures": (
-        "Sound", "    def setup_method(self, method): pytest.xfail('later')", (0, 4, 0, 0)
-    ),
     "setup_method that fails": (
         "Broken", SUPER + "\n    def setup_method(self, method): raise OSError", (0, 4, 0, 0)
     ),
@@ -93,7 +86,6 @@ CLASSES: dict[str, tuple[str, str, tuple[int, int, int, int]]] = {
         "Sound", "    def make_recipe(self): pytest.xfail('later')", (0, 3, 0, 1)
     ),
     "a fixture that expects failures": ("Sound", FIXTURE + "pytest.xfail('later')", (0, 4, 0, 0)),
-    "a fixture that skips": ("Sound", FIXTURE + "pytest.skip('later')", (0, 4, 0, 0)),
     "other tests follow pytest's rules": (
         "Sound", "    def test_zeros_too(self): pytest.skip('no')", (3, 0, 0, 2)
     ),

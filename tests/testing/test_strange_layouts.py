@@ -4,7 +4,6 @@ a recipe's name: commands, files, fake quantization.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,7 @@ from typer.testing import CliRunner
 import ottava
 from ottava import checkpoint
 from ottava.cli.main import app
-from ottava.debug import fake_quantize
-from ottava.errors import OptionError
 from ottava_testing import check_recipe
-from tests.arrays import decode, quantize
 from tests.comparing import assert_same
 from tests.published import published
 from tests.testing import strange_layouts
@@ -72,33 +68,6 @@ def test_the_kit_passes(recipe: Any, kit: str) -> None:
     assert passed >= {"fake-quantization"}
     if kit == "whole":
         assert passed >= {"fsdp2", "fsdp2-quantized-weights", "sharded-master-weights", "compile"}
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
-def test_fake_quantization_is_quantizing_and_back(recipe: Any) -> None:
-    x = torch.randn(20, 100) * torch.exp(2 * torch.randn(20, 100))
-    data, scale_inv, *_ = quantize(x, recipe.layout)
-    expected = decode(data, scale_inv, recipe.layout, columnwise=False, dtype=torch.float32)
-    x.requires_grad_()
-    y = fake_quantize(x, recipe.name)
-    assert_same(y.detach(), expected)
-    y.backward(torch.full_like(y, 3.0))
-    assert_same(x.grad, torch.full_like(x, 3.0))
-    with pytest.raises(OptionError, match="e5m2-columns, int8-blocks"):
-        fake_quantize(x, "int8-rows")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_commands_know_them(name: str, tmp_path: Path) -> None:
-    rows = {row["name"]: row for row in json.loads(run("recipes", "--json"))["recipes"]}
-    assert (rows[name]["distribution"], rows[name]["status"]) == ("strange-plugin", "ok")
-    checks = {check["name"]: check["ok"] for check in json.loads(run("doctor", "--json"))["checks"]}
-    assert checks[f"recipe {name}"]
-    checkpoint.save_model(model(name), tmp_path / "file")
-    for more, layers in ((["--layer", "up"], ["up"]), (["--checkpoint", tmp_path / "file"], "01")):
-        rows = json.loads(run("recipes", "--explain", name, *more, "--json"))["layers"]
-        assert [row["layer"] for row in rows] == [layer for layer in layers for _ in range(3)]
-        assert {row[usage] for row in rows for usage in ("rowwise", "columnwise")} == {name}
 
 
 @pytest.mark.parametrize("name", NAMES)
