@@ -146,6 +146,8 @@ class Report:
 EXAMPLES = 10
 #: Inputs without NaN and infinities, zeros and extreme magnitudes.
 USUAL = "usual inputs: without NaN, infinities, zeros and extreme magnitudes"
+# How many explanations of the same bytes are reported.
+_MOST_CAUSES = 6
 # What has fewer equal scales, and fewer equal elements, is near nothing.
 _LEAST_SHARE = 0.5
 _RANDOM = "elements go to either neighbour, as if rounded at random, not to the nearest one"
@@ -191,7 +193,7 @@ def finding(name: str, cases: Sequence[Case], result: Result, expected: Named) -
         if agrees.is_exact:
             return replace(found, status="equal")
         found = replace(found, **_departures([_compared(stated, case) for case in cases]))
-    causes = tuple(_clauses(explanation, expected) for explanation in result.exact)
+    causes = tuple(_clauses(each, expected) for each in result.exact[:_MOST_CAUSES])
     return replace(found, causes=causes, **_nearest(result.nearest, agrees, cases))
 
 

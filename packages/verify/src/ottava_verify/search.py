@@ -23,8 +23,8 @@ from ottava_verify.turns import TURNS, Turn, interpreted
 
 #: How many wrong turns an explanation has at most.
 MOST_TURNS = 3
-# How many explanations of each kind are carried on to the next turn, and how many are reported.
-_BEAM, _REPORTED = 4, 6
+# How many explanations of each kind are carried on to the next turn.
+_BEAM = 6
 _VIEWS = [turn for turn in TURNS if turn.view is not None]
 # How many cases explanations are compared by.
 _PROBED = 7
@@ -416,7 +416,7 @@ def _exact(found: Sequence[Explanation], cases: Sequence[Case]) -> tuple[Explana
         whole = explanation.of(cases)
         if whole.is_exact:
             exact.setdefault(whole.key, whole)
-    return tuple(exact.values())[:_REPORTED]
+    return tuple(exact.values())
 
 
 def _most_promising(found: Sequence[Explanation]) -> list[Explanation]:
