@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import ottava
 from ottava import checkpoint
 from ottava.cli.main import app
-from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFoundError, UsageError
+from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, UsageError
 from ottava.tensors import QuantizedTensor
 from ottava_integrations import convert_file
 from tests.comparing import assert_same

@@ -603,10 +603,16 @@ def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_pat
 def test_the_command_takes_functions_and_contracts(
     run: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    (tmp_path / "contract.json").write_text(FLOOR.contract.to_json())
-    code, output = run("my_kernels:FLOOR", "--contract", "contract.json")
-    assert code == 0, output
-    assert "all bytes are those of contract.json" in output
+    printed = CliRunner().invoke(app, ["contract", "mxfp8", "--option", "scale_rounding=floor"])
+    citation = FLOOR.contract.citation("mxfp8")
+    texts = {"one.json": FLOOR.contract.to_json(), "printed.json": printed.output}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    for contract in (*texts, citation):
+        code, output = run("my_kernels:FLOOR", "--contract", contract)
+        assert code == 0, output
+        assert "all bytes are those of" in output
+        assert FLOOR.contract.hash in output
     code, output = run("my_kernels:FLOOR", "--contract", "mxfp8")
     assert code == 1
     assert "all bytes are explained: scales agree with `floor`" in output
@@ -616,11 +622,16 @@ def test_the_command_takes_functions_and_contracts(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["my_kernels:mx"], "without --contract"),
+        (["my_kernels:mx"], "a function without contract"),
+        (["nofile"], "which is no path"),
+        (["my_kernels:mx", "--contract", "mxfp8", "--source", "my_kernels.py"], "with source"),
+        (["my_kernels:mx", "--contract", "nofile.json"], "nofile.json is no contract"),
+        (["my_kernels:mx", "--contract", "ottava:mxfp8/0123"], "of no installed recipe"),
         (["my_kernels:absent", "--contract", "mxfp8"], "cannot be had"),
         (["my_kernels:mx", "--contract", "nothing"], "nothing"),
         (["my_kernels:mx", "--contract", "mxfp8", "--usage", "both"], "rowwise or columnwise"),
-        (["my_kernels.py"], "without --source"),
+        (["my_kernels.py"], "a checkpoint without source"),
+        (["my_kernels.py", "--source", "my_kernels.py", "--option", "a=1"], "without a contract"),
         (["my_kernels.py", "my_kernels.py", "--contract", "mxfp8"], "two checkpoints"),
     ],
 )
@@ -635,6 +646,8 @@ def test_the_command_refuses(
 def test_verify_refuses_arguments_that_do_not_go_together() -> None:
     with pytest.raises(UsageError):
         verify(planted.mx)
+    with pytest.raises(OptionError, match="with other"):
+        verify(planted.mx, "a", contract="mxfp8")
     with pytest.raises(OptionError):
         verify(planted.mx, contract=ottava.contract.NOTHING_STATED)
 

@@ -17,7 +17,8 @@ from ottava.filesystem import AnyPath, as_path
 from ottava.gemm import stored_tensors
 from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import QuantizedTensorStorage
-from ottava_verify.stored import INVERSE, Stored, of_parts
+from ottava_verify.stored import INVERSE, Shapes, Stored, of_parts
+from ottava_verify.ways import VIEWS
 
 # What follows a weight's name in that of its scales.
 _SCALES = ("_scale", "_scale_inv", "_scales")
@@ -130,18 +131,29 @@ def _of_published(
     return Quantized(name, "rowwise", stored, title, None, lambda: _decoded(stored, data, scales))
 
 
+def _in_rows(stored: Stored, block: int) -> Stored:
+    """Tensors of E2M1 whose scales are one for each block of a row, also where they are stored in
+    tiles, as products of GPUs read them."""
+    rows, half = stored.data.shape
+    shapes = Shapes((rows, half), (rows, -(-2 * half // block)))
+    if tuple(stored.scales.shape) == shapes.scales:
+        return stored
+    return VIEWS["scales-swizzled"](stored, shapes, "") or stored
+
+
 def _decoded(stored: Stored, data: Tensor, scales: Tensor) -> Tensor:
     """The values of a tensor of another tool: elements times scales, which lie on a grid.
 
     The format of elements follows from the dtype of data: bytes without one are two E2M1 each, the
     even one in the low half. Scales without one are codes of E8M0.
     """
+    is_e4m3 = scales.dtype == torch.float8_e4m3fn
     if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
         values = data.float()
     else:
         codes = torch.stack([stored.data & 0xF, stored.data >> 4], -1).flatten(-2)
         values = numbers_of_codes("E2M1")[codes.long()]
-    is_e4m3 = scales.dtype == torch.float8_e4m3fn
+        stored = _in_rows(stored, 16 if is_e4m3 else 32)
     numbers = numbers_of_scales(stored.scales, "E4M3" if is_e4m3 else "E8M0")
     if numbers.dim() != 2:
         numbers = numbers.reshape(-1, 1)

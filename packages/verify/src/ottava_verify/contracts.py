@@ -1,6 +1,7 @@
 """Usages of contracts: of installed recipes with their options, and of what a user names."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from typing import Any
 
 from ottava.contract import Contract, Direction
 from ottava.contract.steps import USAGES, Steps, Usage, steps_of
-from ottava.errors import OptionError, OttavaError
+from ottava.errors import OptionError, OttavaError, translated
 from ottava.filesystem import as_path
 from ottava.recipes import Recipe, get_recipe
 from ottava.recipes.registry import list_recipes
+from ottava.recipes.role import check_of_linear
 from ottava.tensors import Quantizer
 
 #: What a user names a contract by.
@@ -59,13 +61,17 @@ class Named:
 def contracts_of_recipes() -> list[Named]:
     """The contracts of all usages of installed recipes, with each option alone: each once, those
     of default options first."""
-    recipes = sorted(_recipes(), key=lambda pair: "(" in pair[0])
     named: dict[object, Named] = {}
-    for title, recipe in recipes:
-        for role in ("weight", "input", "grad_output"):
-            for each in _of_role(title, recipe, role):
-                named.setdefault((each.steps, each.usage), each)
+    for each in _of_recipes():
+        named.setdefault((each.steps, each.usage), each)
     return list(named.values())
+
+
+def _of_recipes() -> Iterator[Named]:
+    """All usages of all roles of installed recipes, those of default options first."""
+    for title, recipe in sorted(_recipes(), key=lambda pair: "(" in pair[0]):
+        for role in ("weight", "input", "grad_output"):
+            yield from _of_role(title, recipe, role)
 
 
 def _recipes() -> Iterator[tuple[str, Recipe]]:
@@ -117,7 +123,8 @@ def resolve_contract(
     """One usage of a contract.
 
     Args:
-        contract: a contract, a recipe or its name, a quantizer, or a file with a contract as JSON.
+        contract: a contract, a recipe or its name, a quantizer, the citation of a contract of an
+            installed recipe, or a file (.json) with what `ottava contract` prints.
         role: for which a recipe makes a quantizer.
         options: of the recipe that is named.
 
@@ -125,9 +132,14 @@ def resolve_contract(
         OptionError: nothing is stated of the usage.
         RecipeNotFoundError: no package has the recipe.
     """
+    check_of_linear([role])
+    if usage not in USAGES:
+        raise OptionError(f"the usage is {usage!r}", expected="rowwise or columnwise")
     title = contract if isinstance(contract, str) else type(contract).__name__
-    if isinstance(contract, str) and contract.endswith(".json"):
-        contract = Contract.of_json(as_path(contract).read_text())
+    if title.startswith("ottava:"):
+        return _cited(title, usage)
+    if title.endswith(".json"):
+        contract = _read(title, role)
     if isinstance(contract, str):
         contract = get_recipe(contract, **dict(options or {}))
     if isinstance(contract, Recipe):
@@ -141,3 +153,25 @@ def resolve_contract(
             remedy="`ottava contract` prints contracts",
         )
     return Named(f"{title}, {usage}", stated, usage)
+
+
+def _cited(citation: str, usage: Usage) -> Named:
+    """The usage of a contract of an installed recipe, by its citation."""
+    for each in _of_recipes():
+        if each.usage == usage and each.contract.hash == citation.rpartition("/")[2]:
+            return each
+    raise OptionError(
+        f"{citation} is the contract of no installed recipe, with any option",
+        expected="a citation that `ottava contract` prints",
+        remedy="install the package of the recipe, or give the contract as a file (.json)",
+    )
+
+
+def _read(path: str, role: str) -> Contract:
+    """The contract in a file: alone, or of a role in what `ottava contract` prints."""
+    with translated(
+        f"{path} is no contract", "JSON, as `ottava contract` prints it", to=OptionError
+    ):
+        value = json.loads(as_path(path).read_text())
+    roles = value if isinstance(value, dict) else {}
+    return Contract.of_value(roles[role]["contract"] if role in roles else value)

@@ -135,7 +135,10 @@ def _called(function: Callable[..., Any], item: Input, named: Named, *, as_numpy
         UsageError: a quantizer is to take a scale from outside, which is a part of it.
     """
     needs_scale = takes_scale(named.steps)
-    x = _argument(item.x, as_numpy)
+    x: Any = item.x.clone()
+    if as_numpy:
+        # numpy has no bfloat16, so that it gets these numbers as float32.
+        x = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
     if not isinstance(function, Quantizer):
         scale = [item.scale] if needs_scale else []
         seed = [item.seed] if named.steps.random is not None else []
@@ -148,13 +151,6 @@ def _called(function: Callable[..., Any], item: Input, named: Named, *, as_numpy
         )
     with fixed_seed(item.seed or 0):
         return function(x)
-
-
-def _argument(x: Tensor, as_numpy: bool) -> Any:
-    """A matrix for a function. numpy has no bfloat16, so that it gets these numbers as float32."""
-    if not as_numpy:
-        return x.clone()
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
 
 def read(result: Any, usage: Usage) -> Stored:

@@ -67,7 +67,7 @@ def of_finding(finding: Finding) -> Iterator[str]:
         return
     cited = f" ({finding.citation})" if finding.citation else ""
     if finding.status == "equal":
-        yield f"all bytes are those of {finding.contract}{cited}."
+        yield f"all bytes are those of {finding.contract}{cited}." if finding.contract else "equal."
     elif finding.contract:
         yield f"bytes depart from {finding.contract}{cited}."
     if finding.note:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ottava.contract.steps import Usage, takes_scale
-from ottava.errors import UsageError, named
+from ottava.errors import OptionError, UsageError, named
 from ottava.filesystem import AnyPath
 from ottava_verify.checkpoints import Quantized, quantized_tensors, source_tensors
 from ottava_verify.contracts import AnyContract, Named, contracts_of_recipes, resolve_contract
@@ -25,13 +25,28 @@ _LARGE = 1 << 15
 _TOGETHER = 4
 
 
+# What is compared -> the arguments that say more of it, the one that it needs, words for errors.
+_KINDS = {
+    "a function": (
+        {"contract", "role", "usage", "options", "as_numpy", "inputs", "name"},
+        "contract",
+        "a function and a contract; or the path of a checkpoint",
+    ),
+    "a checkpoint": (
+        {"source", "contract", "role", "options"},
+        "source",
+        "its source in high precision; or another checkpoint to compare it with",
+    ),
+    "two checkpoints": (
+        set(),
+        "",
+        "two checkpoints alone; each may be compared with its source besides",
+    ),
+}
+
+
 def verify(
-    subject: Callable[..., Any] | AnyPath,
-    other: AnyPath | None = None,
-    *,
-    contract: AnyContract | None = None,
-    source: AnyPath | None = None,
-    **options: Any,
+    subject: Callable[..., Any] | AnyPath, other: AnyPath | None = None, **options: Any
 ) -> Report:
     """Compare a function, a checkpoint, or two checkpoints.
 
@@ -42,23 +57,27 @@ def verify(
     Args:
         subject: a function, or the path of a checkpoint.
         other: another checkpoint.
-        contract: for a function or a checkpoint.
-        source: what a checkpoint was made of.
-        options: further arguments of these functions.
+        options: arguments of these functions. None, False and empty ones count as left out.
 
     Raises:
-        UsageError: the arguments do not go together.
+        UsageError, OptionError: the arguments do not go together.
     """
-    if callable(subject) and contract is not None and other is None and source is None:
-        return verify_function(subject, contract, **options)
-    if not callable(subject) and other is None and source is not None:
-        return verify_checkpoint(subject, source, contract=contract, **options)
-    if not callable(subject) and other is not None and source is None and contract is None:
+    kind = "a checkpoint" if other is None else "two checkpoints"
+    if callable(subject):
+        kind, options = "a function", options | {"other": other}
+    given = {name: value for name, value in options.items() if value}
+    takes, needed, expected = _KINDS[kind]
+    for name in given.keys() - takes:
+        raise OptionError(f"{kind}, with {name}", expected=expected)
+    if needed and needed not in given:
+        raise UsageError(f"{kind} without {needed}", expected=expected)
+    if "options" in given and "contract" not in given:
+        raise OptionError("options without a contract", expected="the recipe that has the options")
+    if callable(subject):
+        return verify_function(subject, **given)
+    if other is not None:
         return verify_checkpoints(subject, other)
-    raise UsageError(
-        "these arguments do not go together",
-        expected="a function and contract=, a checkpoint and source=, or two checkpoints",
-    )
+    return verify_checkpoint(subject, **given)
 
 
 def assert_contract(function: Callable[..., Any], contract: AnyContract, **options: Any) -> None:
@@ -311,8 +330,8 @@ def verify_checkpoints(one: AnyPath, other: AnyPath) -> Report:
 
 def _of_pair(one: Quantized, other: Quantized) -> Finding:
     """The finding of a tensor of two checkpoints."""
-    formats = "; ".join(dict.fromkeys((one.format, other.format)))
-    found = Finding(one.title, "not compared", formats)
+    formats = f"formats: {one.format}; {other.format}"
+    found = Finding(one.title, "not compared", note=formats)
     if one.stored is None or other.stored is None:
         return replace(found, note=one.problem or other.problem)
     with named(one.title):
@@ -325,10 +344,10 @@ def _of_pair(one: Quantized, other: Quantized) -> Finding:
     found = replace(found, status="departs", agreement=agreement, error=_error(*values))
     if agreement is not None and agreement.is_exact and bool(same.all()):
         return replace(found, status="equal")
-    note = f"{int((~same).sum())} of {same.numel()} decoded values differ"
+    notes = [f"{int((~same).sum())} of {same.numel()} decoded values differ", formats]
     if agreement is None:
-        note = f"data or scales have other shapes or dtypes ({one.format}; {other.format}); {note}"
-    return replace(found, note=note)
+        notes.insert(0, "data or scales have other shapes or dtypes")
+    return replace(found, note="; ".join(notes))
 
 
 def _agreement(one: Stored, other: Stored) -> Agreement | None:
