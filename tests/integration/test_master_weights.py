@@ -79,14 +79,11 @@ QUANTIZERS: dict[str, st.SearchStrategy[Any]] = {
     "strangers": st.sampled_from((SilentRows, SilentOneScale, ReducedRows)).map(lambda cls: cls()),
 }
 SHAPES = st.one_of(
-    st.tuples(st.integers(0, 70), st.integers(0, 70)),
-    st.tuples(st.integers(1, 100), st.sampled_from((1, 31, 32, 33, 64))),
+    st.tuples(st.integers(0, 300), st.sampled_from((0, 1, 31, 32, 33, 64, 200))),
     st.tuples(st.integers(0, 130)),
     st.tuples(st.integers(0, 5), st.integers(0, 11), st.integers(0, 40)),
-    st.tuples(st.just(1), st.integers(0, 200)),
     st.just(()),
 )
-LARGE = st.tuples(st.integers(100, 300), st.integers(1, 200))
 
 
 class Weight:
@@ -119,7 +116,7 @@ class Weight:
 def weights(draw: st.DrawFn, layout: str | None, current: st.SearchStrategy[Any]) -> Weight:
     kind = draw(st.sampled_from(("current", *QUANTIZERS)))
     quantizer = draw(current if kind == "current" else QUANTIZERS[kind])
-    shape = draw(st.one_of(LARGE, SHAPES) if kind in ("blockwise", "strangers") else SHAPES)
+    shape = draw(SHAPES)
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     values = torch.randn(shape, generator=random) * 2.0 ** draw(st.integers(-30, 30))
     for _ in range(draw(st.integers(0, 6)) if values.numel() else 0):
@@ -212,17 +209,13 @@ def assert_written(weight: Weight, holder: Any, own: range) -> None:
 
 def assert_seen(weight: Weight) -> None:
     """A quantizer with state has seen what one of the whole weight sees."""
-    if isinstance(weight.quantizer, Float8Quantizer) and weight.quantizer.amax is not None:
+    mine, theirs = weight.quantizer, weight.oracle
+    if isinstance(mine, Float8Quantizer) and mine.amax is not None:
         assert weight.expected is not None
-        clamped = weight.quantizer.saturated.clone()
+        clamped = mine.saturated.clone()
         if dist.is_initialized():
             dist.all_reduce(clamped)
-        for mine, theirs in (
-            (weight.quantizer.amax, weight.oracle.amax),
-            (weight.quantizer.scale, weight.oracle.scale),
-            (clamped, weight.oracle.saturated),
-        ):
-            assert_same(mine, theirs, note=weight)
+        assert_same((mine.amax, mine.scale, clamped), (theirs.amax, theirs.scale, theirs.saturated))
 
 
 # -- where shards are written --
@@ -235,13 +228,14 @@ def into_weights(case: Case, batch: list[Weight]) -> None:
     plan = case.cast(batch, holders, values, starts)
     if plan is not None and not any(isinstance(w.quantizer, Float8Quantizer) for w in batch):
         # What delayed scaling has seen would stay.
+        masters = copy.deepcopy(values)
         for value in values:
             if value is not None:
-                value.mul_(3.0).nan_to_num_()
+                value.fill_(3.0)
         plan.quantize()
-        for value, place, weight in zip(values, own, batch, strict=True):
+        for value, master in zip(values, masters, strict=True):
             if value is not None:
-                value.copy_(weight.master.reshape(-1)[place.start : place.stop])
+                value.copy_(master)
         plan.quantize()
     for weight, holder, place in zip(batch, holders, own, strict=True):
         assert_written(weight, holder, place)
