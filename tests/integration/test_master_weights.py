@@ -79,11 +79,14 @@ QUANTIZERS: dict[str, st.SearchStrategy[Any]] = {
     "strangers": st.sampled_from((SilentRows, SilentOneScale, ReducedRows)).map(lambda cls: cls()),
 }
 SHAPES = st.one_of(
-    st.tuples(st.integers(0, 300), st.sampled_from((0, 1, 31, 32, 33, 64, 200))),
+    st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    st.tuples(st.integers(1, 100), st.sampled_from((1, 31, 32, 33, 64))),
     st.tuples(st.integers(0, 130)),
     st.tuples(st.integers(0, 5), st.integers(0, 11), st.integers(0, 40)),
+    st.tuples(st.just(1), st.integers(0, 200)),
     st.just(()),
 )
+LARGE = st.tuples(st.integers(100, 300), st.integers(1, 200))
 
 
 class Weight:
@@ -116,7 +119,7 @@ class Weight:
 def weights(draw: st.DrawFn, layout: str | None, current: st.SearchStrategy[Any]) -> Weight:
     kind = draw(st.sampled_from(("current", *QUANTIZERS)))
     quantizer = draw(current if kind == "current" else QUANTIZERS[kind])
-    shape = draw(SHAPES)
+    shape = draw(st.one_of(LARGE, SHAPES) if kind in ("blockwise", "strangers") else SHAPES)
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     values = torch.randn(shape, generator=random) * 2.0 ** draw(st.integers(-30, 30))
     for _ in range(draw(st.integers(0, 6)) if values.numel() else 0):
