@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,13 +34,6 @@ def test_a_mixed_recipe_conforms(name: str) -> None:
 
 
 KEPT = mirror("rowwise", wgrad_high_precision=True)
-HYBRIDS = """
-default:
-  rowwise: current
-  columnwise: {recipe: rowwise, wgrad_high_precision: true}
-layers:
-  - {match: "*", weight: current}
-"""
 
 
 def gradient(recipe: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -62,21 +54,14 @@ def gradient(recipe: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         (KEPT, {"input", "grad_output"}),
         (by_tensor(KEPT, weight="current"), {"input", "grad_output"}),
         (by_direction("current", KEPT), {"input", "grad_output"}),
-        (HYBRIDS, {"input", "grad_output"}),
         (by_tensor("current", input=KEPT), {"input"}),
         (by_tensor("current", grad_output=KEPT), {"grad_output"}),
         (mirror("rowwise"), set()),
     ],
-    ids=["all", "all but the weight", "a hybrid", "a file", "input", "grad_output", "none"],
+    ids=["all", "all but the weight", "a hybrid", "input", "grad_output", "none"],
 )
-def test_wgrad_takes_each_operand_as_its_recipe_says(
-    factory: Any, kept: set[str], tmp_path: Path
-) -> None:
-    if isinstance(factory, str):
-        (tmp_path / "hybrids.yaml").write_text(factory)
-        recipe = CustomRecipe.from_file(tmp_path / "hybrids.yaml")
-    else:
-        recipe = CustomRecipe(factory)
+def test_wgrad_takes_each_operand_as_its_recipe_says(factory: Any, kept: set[str]) -> None:
+    recipe = CustomRecipe(factory)
     found, operands = gradient(recipe)
     read = [x if name in kept else recipe.quantizer(name)(x) for name, x in operands.items()]
     assert torch.equal(found, gemm(*read, "wgrad"))

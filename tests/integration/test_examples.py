@@ -9,9 +9,7 @@ import io
 import os
 import re
 import runpy
-import shlex
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,22 +141,3 @@ def test_a_printed_command_starts(command: str, tmp_path: Path) -> None:
     line, printed = f"{ROOT / started[2]} {TINY} --steps 3", str(tmp_path / "printed")
     ranks.run(program, world, line=line, variables=variables, printed=printed)
     assert list(Run.of(Path(f"{printed}-0").read_text()).losses) == [1, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", PRINTED)
-def test_a_command_works_as_printed(command: str) -> None:
-    # No port is fixed, and nothing but this machine is asked for a name.
-    variables = {"PET_STANDALONE": "1", "PET_LOCAL_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    variables |= {"OMP_NUM_THREADS": "1", "PATH": path}
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=ROOT,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    Run.of(done.stdout).assert_learned(20)

@@ -60,13 +60,9 @@ ONE_SCALE: dict[str, Callable[[], ottava.Recipe]] = {
         lambda: by_direction(mirror("current", fp8_format=E4M3), mirror("current", fp8_format=E5M2))
     ),
 }
-#: Whose shards may not cut blocks.
+#: Whose shards may not cut blocks. The layouts' table has the others.
 BLOCKS: dict[str, Callable[[], ottava.Recipe]] = {
     "mxfp8": named("mxfp8"),
-    "mxfp8 of squares": named("mxfp8", with_2d_quantization=True),
-    "blockwise": named("blockwise"),
-    "blockwise of rows": named("blockwise", w_block_scaling_dim=1),
-    "rowwise": named("rowwise"),
     "MX forward": hybrid(lambda: by_direction("mxfp8", "current")),
     "MX backward": hybrid(lambda: by_direction("current", "mxfp8")),
     "delayed and a hybrid": hybrid(
@@ -83,8 +79,6 @@ GATHERED: dict[str, Callable[[], ottava.Recipe]] = {
 }
 RECIPES = ONE_SCALE | BLOCKS | GATHERED
 GATHER = "gathered quantized"
-#: Rows and columns that two ranks cut into whole blocks.
-SIZES = {name: 256 for name in BLOCKS if "blockwise" in name}
 #: How the weights are kept, rows (0: whole blocks), groups, reshard_after_forward.
 SAMPLE = [
     (GATHER, 33, "root", True),
@@ -111,15 +105,13 @@ def cases_of(name: str, cases: list[Any]) -> list[Any]:
 @on_ranks(2)
 def test_training_equals_one_process(mesh: DeviceMesh, name: str, every: bool) -> None:
     """Whatever is gathered; of uneven and empty shards, and of blocks that are cut, too."""
-    size = SIZES.get(name, 64)
     for kept, rows, groups, reshard in cases_of(name, EVERY if every else SAMPLE):
         assert_trains_alike(
             mesh,
             RECIPES[name](),
             kept,
             groups=groups,
-            rows=rows or size,
-            width=size,
+            rows=rows or 64,
             fully_shard_options={"reshard_after_forward": reshard},
         )
 

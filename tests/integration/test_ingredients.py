@@ -62,7 +62,6 @@ def test_squares_make_the_weights_of_both_passes_one() -> None:
     for lines, square in (("NVFP4, 1 × 16", "NVFP4, 16 × 16"), ("MXFP4, 1 × 32", "MXFP4, 32 × 32")):
         assert rows[square]["difference"] == 0 < rows[lines]["difference"]
         assert rows[square]["forward"] > rows[lines]["forward"]
-    assert rows["NVFP4, 1 × 16"]["difference"] > rows["NVFP4, 1 × 16"]["forward"]
 
 
 def test_four_over_six_lowers_the_error_that_it_chooses_by() -> None:

@@ -19,43 +19,35 @@ from tests import ranks
 from tests.integration.sharded_training import Training, gathered
 
 WORLD, STEPS = 2, 10
-#: Where a rank kills itself: the rank, and before or after which call.
-POINTS = [
-    (0, "write after 1"),
-    (1, "all_reduce after 3"),
-    (0, "rename after 1"),
-    (0, "rename after 3"),
-]
+#: What a rank calls, by name.
+PLACES: dict[str, tuple[Any, str]] = {
+    "write": (files, "serialize_file"),
+    "all_reduce": (dist, "all_reduce"),
+    "rename": (os, "rename"),
+}
+#: The rank that kills itself, and after which call.
+POINTS = [(0, "write 1"), (1, "all_reduce 3"), (0, "rename 1"), (0, "rename 3")]
 
 
 def arm(point: str) -> None:
-    """Have this process kill itself at a point: ``rename after 2`` is when the second rename is
+    """Have this process kill itself after a call: ``rename 2`` is when the second rename is
     done."""
-    name, moment, number = point.split()
+    name, number = point.split()
     calls: Counter[str] = Counter()
+    module, function = PLACES[name]
+    original = getattr(module, function)
 
-    def around(module: Any, function: str, half: bool = False) -> None:
-        original = getattr(module, function)
+    def called(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        calls[name] += 1
+        if calls[name] == int(number):
+            if name == "write":
+                # Half of the file has come to the disk.
+                os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
-        def called(*args: Any, **options: Any) -> Any:
-            calls["before"] += 1
-            if (moment, calls["before"]) == ("before", int(number)):
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = original(*args, **options)
-            calls["after"] += 1
-            if (moment, calls["after"]) == ("after", int(number)):
-                if half:
-                    # Half of the file has come to the disk.
-                    os.truncate(args[1], os.path.getsize(args[1]) // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        setattr(module, function, called)
-
-    if name == "write":
-        around(files, "serialize_file", half=True)
-    else:
-        around(dist if name == "all_reduce" else os, name)
+    setattr(module, function, called)
 
 
 def log(path: Path, text: str) -> None:

@@ -212,17 +212,13 @@ def assert_written(weight: Weight, holder: Any, own: range) -> None:
 
 def assert_seen(weight: Weight) -> None:
     """A quantizer with state has seen what one of the whole weight sees."""
-    if isinstance(weight.quantizer, Float8Quantizer) and weight.quantizer.amax is not None:
+    mine, theirs = weight.quantizer, weight.oracle
+    if isinstance(mine, Float8Quantizer) and mine.amax is not None:
         assert weight.expected is not None
-        clamped = weight.quantizer.saturated.clone()
+        clamped = mine.saturated.clone()
         if dist.is_initialized():
             dist.all_reduce(clamped)
-        for mine, theirs in (
-            (weight.quantizer.amax, weight.oracle.amax),
-            (weight.quantizer.scale, weight.oracle.scale),
-            (clamped, weight.oracle.saturated),
-        ):
-            assert_same(mine, theirs, note=weight)
+        assert_same((mine.amax, mine.scale, clamped), (theirs.amax, theirs.scale, theirs.saturated))
 
 
 # -- where shards are written --
@@ -235,13 +231,14 @@ def into_weights(case: Case, batch: list[Weight]) -> None:
     plan = case.cast(batch, holders, values, starts)
     if plan is not None and not any(isinstance(w.quantizer, Float8Quantizer) for w in batch):
         # What delayed scaling has seen would stay.
+        masters = copy.deepcopy(values)
         for value in values:
             if value is not None:
-                value.mul_(3.0).nan_to_num_()
+                value.fill_(3.0)
         plan.quantize()
-        for value, place, weight in zip(values, own, batch, strict=True):
+        for value, master in zip(values, masters, strict=True):
             if value is not None:
-                value.copy_(weight.master.reshape(-1)[place.start : place.stop])
+                value.copy_(master)
         plan.quantize()
     for weight, holder, place in zip(batch, holders, own, strict=True):
         assert_written(weight, holder, place)

@@ -158,23 +158,21 @@ def test_transposed_weights_train_with_the_same_bytes(recipe: str) -> None:
                 hidden = torch.nn.functional.gelu(model[0](x, is_first_microbatch=first))
                 y = model[2](hidden, is_first_microbatch=first)
             y.square().mean().backward()
-            results.append([y, x.grad, model[2].bias.grad])
-        assert all(map(torch.equal, *results))
-        name = "grad" if first is None else "main_grad"
-        for i in (0, 2):
-            stored, usual = (getattr(model[i].weight, name) for model in nets)
-            assert stored.shape == nets[0][i].weight.shape
-            assert stored.abs().sum() > 0
-            assert torch.equal(stored.t(), usual)
-        for model in nets:
+            name = "grad" if first is None else "main_grad"
+            weights = [getattr(model[i].weight, name) for i in (0, 2)]
+            assert all(gradient.any() for gradient in weights)
+            if model is nets[0]:
+                weights = [gradient.t() for gradient in weights]
+            results.append([y, x.grad, model[2].bias.grad, *weights])
             torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert all(map(torch.equal, *results))
 
 
 def test_transposed_weights_are_saved_as_of_the_module_that_it_was(tmp_path: Path) -> None:
     stored, plain = twins("delayed")[0], net(Conv1D).bfloat16()
     file = tmp_path / "model.safetensors"
     stored(inputs(0).bfloat16()).square().mean().backward()
-    plain.load_state_dict({k: v for k, v in stored.state_dict().items() if "recipe_state" not in k})
+    plain.load_state_dict(ottava.checkpoint.without_state(stored.state_dict()))
     ottava.checkpoint.save_model(stored, file)
     other = ottava.convert(net(Conv1D).bfloat16(), "delayed")
     ottava.checkpoint.load_model(other, file)
@@ -185,8 +183,8 @@ def test_transposed_weights_are_saved_as_of_the_module_that_it_was(tmp_path: Pat
     ottava.checkpoint.save_model(mixed, file)
     convert_file(file, tmp_path / "out.safetensors", "current", model=mixed)
     loaded = ottava.checkpoint.load_file(tmp_path / "out.safetensors")
-    assert isinstance(loaded["1.weight"], ottava.QuantizedTensor)
-    assert type(loaded["0.weight"]) is torch.Tensor
+    kept = {name for name, value in loaded.items() if isinstance(value, ottava.QuantizedTensor)}
+    assert kept == {"1.weight"}
 
 
 # -- the memory of weights, and what other libraries write --
@@ -285,14 +283,12 @@ def test_written_values_load_into_weights_that_were_trained_on(recipe: Any, tmp_
 
 def test_plain_tensors_are_written_as_ever(tmp_path: Path) -> None:
     path, plain = tmp_path / "plain.safetensors", {"a": torch.arange(6.0)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         safetensors.torch.save_file(plain, path)
     assert_same(safetensors.torch.load_file(path)["a"], plain["a"])
-    with pytest.raises(RuntimeError, match="share memory"):
-        safetensors.torch.save_file(plain | {"b": plain["a"]}, path)
-    with pytest.raises(ValueError, match="dict"):
-        safetensors.torch.save_file([plain["a"]], path)
+    for wrong in (plain | {"b": plain["a"]}, [plain["a"]]):
+        with pytest.raises((RuntimeError, ValueError), match=r"share memory|dict"):
+            safetensors.torch.save_file(wrong, path)
 
 
 def test_a_safetensors_that_cannot_be_taught_is_shown_no_memory() -> None:
