@@ -115,9 +115,7 @@ def test_collectives_are_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for call in calls:
-            with pytest.raises(
-                UsageError, match=r"collective c10d::\w+ was called with"
-            ):
+            with pytest.raises(UsageError, match=r"collective c10d::\w+ was called with"):
                 call(tensor)
         for call in calls[:2]:
             with pytest.raises(UsageError, match=r"c10d::\w+ may write to a view of a GridTensor"):
