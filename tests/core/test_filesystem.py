@@ -59,13 +59,15 @@ def test_without_locks_nothing_of_others_is_removed(
 
 
 def test_leftovers_go_before_something_is_written(tmp_path: Path) -> None:
-    """So that a disk that they filled has room; names are no patterns."""
+    """So that a disk that they filled has room; names are no patterns. A pipe is not waited for."""
     for name in ("[x]", "x"):
         with Partial(tmp_path / name) as partial:
             shutil.copytree(partial.path, tmp_path / f"{partial.path.name[:-8]}-left.partial")
+    with Partial(tmp_path / "[x]") as partial:
+        os.mkfifo(tmp_path / f"{partial.path.name[:-8]}-pipe.partial")
     with Partial(tmp_path / "[x]"):
-        assert sum(entry.name.startswith(".[x]") for entry in tmp_path.iterdir()) == 1
-    assert [entry.name[:3] for entry in tmp_path.iterdir()] == [".x-"]
+        assert sum(entry.name.startswith(".[x]") for entry in tmp_path.iterdir()) == 2
+    assert sorted(entry.name[:3] for entry in tmp_path.iterdir()) == [".[x", ".x-"]
 
 
 def test_ctrl_c_while_a_replaced_file_is_read_stays_ctrl_c(tmp_path: Path) -> None:

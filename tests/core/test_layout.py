@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +18,10 @@ from ottava import Layout
 from ottava.errors import DTypeError, OptionError
 from ottava.layout import Rotation, as_matrix_shape
 from tests.copying import by_file, by_pickle
+from tests.core.layouts.layouts import LAYOUTS as COMMON
+from tests.core.layouts.layouts import LEVELS as COMMON_LEVELS
 
 E4M3, E5M2, E8M0, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8
-ROUNDINGS: dict[Any, list[str]] = {
-    torch.float32: ["nearest", "floor"],
-    E8M0: ["up", "floor", "even", "nearest"],
-    E4M3: ["nearest"],
-    "UE5M3": ["nearest"],
-}
 MX = Layout(E4M3, (1, 32), E8M0, "up")
 ROTATION = Rotation(16, 0xD7E8)
 #: Fields that others need.
@@ -34,240 +31,117 @@ CANDIDATES = {"candidates": (1.0, 1.5)}
 TURNED = {"columnwise": "transposed"}
 TEXT = "float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"
 
-# Other fields, wrong values of one field, the error, and its words.
-REFUSED: list[tuple[dict[str, Any], str, list[Any], type[Exception], str]] = [
-    ({}, "element", [torch.float16, E8M0, torch.uint8], DTypeError, "e4m3fn.*e5m2.*int8"),
-    ({}, "element", [None, "float8_e4m3fn", 0, []], DTypeError, "format of elements"),
-    (
-        {},
-        "scale",
-        [torch.float16, torch.uint8, None, [], "", "E4M3"],
-        DTypeError,
-        "float32.*e8m0fnu.*e4m3fn.*UE5M3",
-    ),
-    (
-        {},
-        "block",
-        [None, 32, [1, 32], (32,), (1, 2, 3), (0, 32), (1, -1), (1, 1.0), (True, 32), ("1", 32)],
-        OptionError,
-        "block.*rows, columns",
-    ),
-    (
-        {},
-        "shared",
-        [32, [32, 32], (32,), (0, 0), (32.0, 32.0), (True, True), ()],
-        OptionError,
-        "shared.*rows, columns",
-    ),
-    (
-        {},
-        "shared",
-        [(32, 64), (16, 16), (48, 48), (1, 32), (None, None), (32, None), (None, 32)],
-        OptionError,
-        "share a scale.*squares",
-    ),
-    ({"block": (1, None)}, "shared", [(32, 32)], OptionError, "share a scale.*squares"),
-    ({"block": (3, 32)}, "shared", [(32, 32)], OptionError, "share a scale.*squares"),
-    ({}, "rounding", ["up", "UP", "", None, 0, ["floor"]], OptionError, "rounding.*nearest, floor"),
-    (
-        {"scale": E8M0},
-        "rounding",
-        ["down", True],
-        OptionError,
-        "rounding.*up, floor, even, nearest",
-    ),
-    ({"scale": E4M3}, "rounding", ["up", "floor"], OptionError, "rounding.*nearest"),
-    ({}, "columnwise", ["", "rows", None, 1], OptionError, "columnwise.*own, transposed, same"),
-    (
-        {},
-        "finite_as",
-        ["", "float16", None, torch.float32],
-        OptionError,
-        "finite_as.*float32, input",
-    ),
-    (
-        {},
-        "epsilon",
-        [-1.0, -1, math.nan, math.inf, 1e39, 10**400, True, "0", None, torch.tensor(0.0)],
-        OptionError,
-        "epsilon.*>= 0",
-    ),
-    (
-        {"columnwise": "same"},
-        "block",
-        [(1, 32), (1, None), (None, 2)],
-        OptionError,
-        "same.*squares",
-    ),
-    ({"columnwise": "same"}, "shared", [(32, 32)], OptionError, "same.*squares"),
-    (
-        {"scale": E8M0, "rounding": "up"},
-        "epsilon",
-        [1e-30, 1],
-        OptionError,
-        "e8m0fnu.*epsilon.*finite_as.*scale=torch.float32",
-    ),
-    (
-        {"scale": E8M0, "rounding": "floor"},
-        "finite_as",
-        ["input"],
-        OptionError,
-        "e8m0fnu.*epsilon.*finite_as.*scale=torch.float32",
-    ),
-    ({}, "element", ["e2m1", "E5M3", "UE5M3", "E8M0", ""], DTypeError, "E2M1.*MXINT8S"),
-    (PACKED, "columnwise", ["own"], OptionError, "E2M1.*columnwise='transposed'.*sums over"),
-    (PACKED, "block", [(1, 15), (16, 1), (4, 5)], OptionError, "E2M1.*even number of columns"),
-    ({"element": "INT4"}, "columnwise", ["own"], OptionError, "INT4.*columnwise='transposed'"),
-    ({}, "second_level", ["rows", "", None, True], OptionError, "second_level.*none, tensor, row"),
-    ({}, "second_level", ["tensor", "row"], OptionError, "over scales in float32.*'UE5M3'"),
-    ({"scale": E8M0, "rounding": "up"}, "second_level", ["row"], OptionError, "e8m0fnu.*'UE5M3'"),
-    (LEVELS, "block", [(2, 32), (None, 32), (32, 32)], OptionError, "'row'.*blocks of one row"),
-    (LEVELS, "shared", [(32, 32)], OptionError, "'row'.*shared=None"),
-    ({"scale": E4M3}, "bound", [256.0, 0, ""], OptionError, "bound is .* without a second level"),
-    (
-        LEVELS,
-        "bound",
-        [0, -1.0, 448.5, math.nan, math.inf, True, "256"],
-        OptionError,
-        "bound is .*at most 448.0",
-    ),
-    (LEVELS | {"scale": "UE5M3"}, "bound", [114689], OptionError, "bound is .*at most 114688.0"),
-    (
-        LEVELS,
-        "candidates",
-        [
-            (1.0,),
-            (1, 0),
-            (1, -1.5),
-            (1, math.nan),
-            (1, 1e39),
-            (1, True),
-            ("1", 2),
-            [1, 1.5],
-            1,
-            None,
-        ],
-        OptionError,
-        "candidates is .*two or more",
-    ),
-    (LEVELS, "error", ["MSE"], OptionError, "'MSE' without candidates"),
-    (LEVELS | CANDIDATES, "error", ["mae", "", None], OptionError, "error.*MAE, MSE"),
-    (LEVELS | CANDIDATES, "stochastic", [True], OptionError, "stochastic=True.*nearest"),
-    (LEVELS | CANDIDATES, "rotation", [ROTATION], OptionError, "a rotation.*a layout and"),
-    ({}, "stochastic", [1, 0, None, "True"], OptionError, "stochastic.*True or False"),
-    (TURNED, "rotation", [16, (16, 0, "both"), True, ""], OptionError, "rotation is .*Rotation"),
-    (
-        TURNED,
-        "rotation",
-        [Rotation(size, 0) for size in (0, 8, 24, 256, 16.0, True)],  # type: ignore[arg-type]
-        OptionError,
-        "a rotation of .*16, 32, 64 or 128",
-    ),
-    (
-        TURNED,
-        "rotation",
-        [Rotation(16, signs) for signs in (-1, 1 << 16, 1.0, False)],  # type: ignore[arg-type]
-        OptionError,
-        "signs .*an integer of 16 bits",
-    ),
-    (TURNED, "rotation", [Rotation(16, 0, "rows")], OptionError, "directions.*columnwise, both"),
-    ({}, "rotation", [ROTATION], OptionError, "rotated columns.*columnwise='transposed'"),
-    (
-        {"columnwise": "transposed", "rotation": ROTATION},
-        "block",
-        [(16, 16), (None, None)],
-        OptionError,
-        "same values.*no squares",
-    ),
+POWERS = {"scale": E8M0, "rounding": "up"}
+ONLY_FLOATS = "e8m0fnu.*epsilon.*finite_as.*scale=torch.float32"
+NO_SIZES = [Rotation(size, 0) for size in (0, 8, 24, 256, 16.0, True)]  # type: ignore[arg-type]
+NO_SIGNS = [Rotation(16, signs) for signs in (-1, 1 << 16, 1.0, False)]  # type: ignore[arg-type]
+NVFP4 = replace(COMMON["nvfp4"], stochastic=True)
+BOUND = Layout(
+    "MXINT8",
+    (16, 16),
+    "UE5M3",
+    second_level="tensor",
+    bound=256,
+    candidates=(1, 1.5),
+    error="MSE",
+)
+
+# Other fields, wrong values of one field, and the words of the error.
+REFUSED: list[tuple[dict[str, Any], str, list[Any], str]] = [
+    ({}, "element", [torch.float16, E8M0, torch.uint8], "e4m3fn.*e5m2.*int8"),
+    ({}, "element", [None, "float8_e4m3fn", 0, []], "format of elements"),
+    ({}, "element", ["e2m1", "E5M3", "UE5M3", "E8M0", ""], "E2M1.*MXINT8S"),
+    ({}, "scale", [torch.float16, None, [], "", "E4M3"], "float32.*e8m0fnu.*e4m3fn.*UE5M3"),
+    ({}, "block", [None, 32, [1, 32], (32,), (1, 2, 3)], "block.*rows, columns"),
+    ({}, "block", [(0, 32), (1, -1), (1, 1.0), (True, 32), ("1", 32)], "block.*rows, columns"),
+    ({}, "shared", [32, [32, 32], (0, 0), (32.0, 32.0), (True, True)], "shared.*rows, columns"),
+    ({}, "shared", [(32, 64), (16, 16), (48, 48), (1, 32), (32, None)], "share a scale.*squares"),
+    ({"block": (1, None)}, "shared", [(32, 32)], "share a scale.*squares"),
+    ({"block": (3, 32)}, "shared", [(32, 32)], "share a scale.*squares"),
+    ({}, "rounding", ["up", "UP", "", None, 0, ["floor"]], "rounding.*nearest, floor"),
+    ({"scale": E8M0}, "rounding", ["down", True], "rounding.*up, floor, even, nearest"),
+    ({"scale": E4M3}, "rounding", ["up", "floor"], "rounding.*nearest"),
+    ({}, "columnwise", ["", "rows", None, 1], "columnwise.*own, transposed, same"),
+    ({}, "finite_as", ["", "float16", None, torch.float32], "finite_as.*float32, input"),
+    ({}, "epsilon", [-1.0, -1, math.nan, math.inf, 1e39, 10**400], "epsilon.*>= 0"),
+    ({}, "epsilon", [True, "0", None, torch.tensor(0.0)], "epsilon.*>= 0"),
+    ({"columnwise": "same"}, "block", [(1, 32), (1, None), (None, 2)], "same.*squares"),
+    ({"columnwise": "same"}, "shared", [(32, 32)], "same.*squares"),
+    (POWERS, "epsilon", [1e-30, 1], ONLY_FLOATS),
+    (POWERS, "finite_as", ["input"], ONLY_FLOATS),
+    (PACKED, "columnwise", ["own"], "E2M1.*columnwise='transposed'.*sums over"),
+    (PACKED, "block", [(1, 15), (16, 1), (4, 5)], "E2M1.*even number of columns"),
+    ({"element": "INT4"}, "columnwise", ["own"], "INT4.*columnwise='transposed'"),
+    ({}, "second_level", ["rows", "", None, True], "second_level.*none, tensor, row"),
+    ({}, "second_level", ["tensor", "row"], "over scales in float32.*'UE5M3'"),
+    (POWERS, "second_level", ["row"], "e8m0fnu.*'UE5M3'"),
+    (LEVELS, "block", [(2, 32), (None, 32), (32, 32)], "'row'.*blocks of one row"),
+    (LEVELS, "shared", [(32, 32)], "'row'.*shared=None"),
+    ({"scale": E4M3}, "bound", [256.0, 0, ""], "bound is .* without a second level"),
+    (LEVELS, "bound", [0, -1.0, 448.5, math.nan, True, "256"], "bound is .*at most 448.0"),
+    (LEVELS | {"scale": "UE5M3"}, "bound", [114689], "bound is .*at most 114688.0"),
+    (LEVELS, "candidates", [(1.0,), [1, 1.5], 1, None], "candidates is .*two or more"),
+    (LEVELS, "candidates", [(1, 0), (1, -1.5), (1, math.nan)], "candidates is .*two or more"),
+    (LEVELS, "candidates", [(1, 1e39), (1, True), ("1", 2)], "candidates is .*two or more"),
+    (LEVELS, "error", ["MSE"], "'MSE' without candidates"),
+    (LEVELS | CANDIDATES, "error", ["mae", "", None], "error.*MAE, MSE"),
+    (LEVELS | CANDIDATES, "stochastic", [True], "stochastic=True.*nearest"),
+    (LEVELS | CANDIDATES, "rotation", [ROTATION], "a rotation.*a layout and"),
+    ({}, "stochastic", [1, 0, None, "True"], "stochastic.*True or False"),
+    (TURNED, "rotation", [16, (16, 0, "both"), True, ""], "rotation is .*Rotation"),
+    (TURNED, "rotation", NO_SIZES, "a rotation of .*16, 32, 64 or 128"),
+    (TURNED, "rotation", NO_SIGNS, "signs .*an integer of 16 bits"),
+    (TURNED, "rotation", [Rotation(16, 0, "rows")], "directions.*columnwise, both"),
+    ({}, "rotation", [ROTATION], "rotated columns.*columnwise='transposed'"),
+    (TURNED | {"rotation": ROTATION}, "block", [(16, 16), (None, None)], "same values.*no squares"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: f"{REFUSED[n][1]}-{n}")
 def test_what_is_refused(number: int) -> None:
-    others, field, values, error, match = REFUSED[number]
+    others, field, values, match = REFUSED[number]
     right: dict[str, Any] = {"element": E4M3, "block": (1, 32)}
+    error = DTypeError if field in ("element", "scale") else OptionError
     Layout(**right)
     for wrong in values:
         with pytest.raises(error, match=match):
             Layout(**right | others | {field: wrong})
 
 
+TEXTS = {
+    TEXT: MX,
+    "int8/allx8/float32/nearest/1.0/own/None/float32": Layout(INT8, (None, 8), epsilon=1),
+    "E2M1/1x16/float8_e4m3fn/nearest/0.0/transposed/None/float32/second_level=tensor"
+    "/stochastic=True/rotation=16:0xd7e8:columnwise": replace(NVFP4, rotation=ROTATION),
+    "MXINT8/16x16/UE5M3/nearest/0.0/own/None/float32/second_level=tensor"
+    "/bound=256.0/candidates=1.0x1.5/error=MSE": BOUND,
+}
+
+
 def test_the_text() -> None:
-    for text, layout in (
-        (TEXT, MX),
-        (
-            "int8/allx8/float32/nearest/1.0/own/None/float32",
-            Layout(INT8, (None, 8), epsilon=1, shared=None),
-        ),
-        (
-            "E2M1/1x16/float8_e4m3fn/nearest/0.0/transposed/None/float32"
-            "/second_level=tensor/stochastic=True/rotation=16:0xd7e8:columnwise",
-            Layout(
-                "E2M1",
-                (1, 16),
-                E4M3,
-                columnwise="transposed",
-                second_level="tensor",
-                stochastic=True,
-                rotation=ROTATION,
-            ),
-        ),
-        (
-            "MXINT8/16x16/UE5M3/nearest/0.0/own/None/float32"
-            "/second_level=tensor/bound=256.0/candidates=1.0x1.5/error=MSE",
-            Layout(
-                "MXINT8",
-                (16, 16),
-                "UE5M3",
-                second_level="tensor",
-                bound=256,
-                candidates=(1, 1.5),
-                error="MSE",
-            ),
-        ),
-    ):
+    for text, layout in TEXTS.items():
         assert layout.text == text
         assert Layout.of(text) == known_anew(text) == layout
     assert "(1, 32)" in repr(MX)
     assert "text" not in repr(MX)
 
 
-NAMED_FIELDS = [
-    *[
-        "/second_level=tensor",
-        "/bound=1.0",
-        "/candidates=1.0",
-        "/candidates=1.0xx2.0",
-        "/error=MSE",
-    ],
-    *["/stochastic=true", "/stochastic=1", "/rotation=16", "/rotation=16:x:both", "/text=mx"],
-    *["/rotation=16:0x1:both:1", "/element=INT4", "/second_level", "/second_level=none=none", "/="],
-]
-NO_TEXTS = [
-    *["", "mx", "/" * 7, TEXT + "/", TEXT.removesuffix("/float32"), None, 3, b"x", [TEXT], MX],
-    *[TEXT + words for words in NAMED_FIELDS],
-    *[
-        TEXT.replace(old, new)
-        for old, new in [
-            ("float8_e4m3fn", "float16"),
-            ("float8_e4m3fn", "nn"),
-            ("float8_e4m3fn", "__all__"),
-            ("float8_e8m0fnu", "__all__"),
-            ("1x32", "32"),
-            ("1x32", "1x"),
-            ("1x32", "0x32"),
-            ("1x32", "None"),
-            ("1x32", "1x" + "9" * 5000),
-            ("up", "down"),
-            ("0.0", "nan"),
-            ("0.0", "-1"),
-            ("0.0", "little"),
-            ("None", "16x16"),
-            ("None", "allxall"),
-            ("own", "same"),
-        ]
-    ],
-]
+#: What follows a text, and what replaces a part of it: the result is no text.
+MORE = "second_level=tensor bound=1.0 candidates=1.0 candidates=1.0xx2.0 error=MSE stochastic=true"
+MORE += " stochastic=1 rotation=16 rotation=16:x:both rotation=16:0x1:both:1 text=mx element=INT4"
+MORE += " second_level second_level=none=none ="
+OTHERS = {
+    "float8_e4m3fn": ["float16", "nn", "__all__"],
+    "float8_e8m0fnu": ["__all__"],
+    "1x32": ["32", "1x", "0x32", "None", "1x" + "9" * 5000],
+    "up": ["down"],
+    "0.0": ["nan", "-1", "little"],
+    "None": ["16x16", "allxall"],
+    "own": ["same"],
+}
+NO_TEXTS = ["", "mx", "/" * 7, TEXT + "/", TEXT.removesuffix("/float32"), None, 3, b"x", [TEXT], MX]
+NO_TEXTS += [f"{TEXT}/{words}" for words in MORE.split()]
+NO_TEXTS += [TEXT.replace(old, new) for old, news in OTHERS.items() for new in news]
 
 
 def test_what_is_no_text_of_a_layout() -> None:
@@ -279,63 +153,23 @@ def test_what_is_no_text_of_a_layout() -> None:
     assert len(str(caught.value)) < 300
 
 
-SIZES = st.none() | st.integers(1, 10**6)
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    scale = draw(st.sampled_from(list(ROUNDINGS)))
-    block, shared = (draw(SIZES), draw(SIZES)), None
-    if None not in block and draw(st.booleans()):
-        side = math.lcm(*block) * draw(st.integers(1, 4))
-        shared = (side, side)
-    columnwise = ["own", "transposed", *(["same"] if block[0] == block[1] else [])]
-    epsilons = st.just(0) | st.floats(0, torch.finfo(torch.float32).max) | st.integers(0, 10**9)
-    of_floats = scale is torch.float32
-    fields = draw(later_fields(scale, block, shared))
-    elements = [E4M3, E5M2, INT8, "E2M3", "E3M2", "MXINT8", "MXINT8S"]
-    if fields.get("rotation") is not None:
-        columnwise = ["transposed"]
-    if "transposed" in columnwise and (block[1] or 0) % 2 == 0 and draw(st.booleans()):
-        elements, columnwise = ["E2M1", "INT4"], ["transposed"]
-    return Layout(
-        draw(st.sampled_from(elements)),
-        block,
-        scale,
-        draw(st.sampled_from(ROUNDINGS[scale])),
-        draw(epsilons if of_floats else st.sampled_from([0, 0.0, -0.0])),
-        draw(st.sampled_from(columnwise)),
-        shared,
-        draw(st.sampled_from(["float32", *(["input"] if of_floats else [])])),
-        **fields,
-    )
-
-
-@st.composite
-def later_fields(draw: st.DrawFn, scale: Any, block: Any, shared: Any) -> dict[str, Any]:
-    """The fields that a text has by name."""
+    """A layout of the common tables with other numbers."""
+    made = draw(st.sampled_from([*COMMON.values(), *COMMON_LEVELS.values()]))
     fields: dict[str, Any] = {}
-    if scale in (E4M3, "UE5M3"):
-        levels = [
-            "none",
-            "tensor",
-            *(["row"] if block[0] == 1 != block[1] and shared is None else []),
-        ]
-        fields["second_level"] = draw(st.sampled_from(levels))
-        if fields["second_level"] != "none":
-            fields["bound"] = draw(st.none() | st.integers(1, 448) | st.floats(1e-3, 448.0))
-    if draw(st.booleans()):
+    if made.scale is torch.float32:
+        largest = torch.finfo(torch.float32).max
+        fields["epsilon"] = draw(st.floats(0, largest) | st.integers(0, 10**9) | st.just(-0.0))
+    if made.second_level != "none":
+        fields["bound"] = draw(st.none() | st.integers(1, 448) | st.floats(1e-3, 448.0))
+    if made.candidates:
         factors = st.integers(1, 9) | st.floats(2.0**-100, 2.0**100)
         fields["candidates"] = tuple(draw(st.lists(factors, min_size=2, max_size=4)))
-        fields["error"] = draw(st.sampled_from(["MAE", "MSE"]))
-        return fields
-    fields["stochastic"] = draw(st.booleans())
-    rows, columns = shared or block
-    if rows != columns and draw(st.booleans()):
-        size = draw(st.sampled_from([16, 32, 64, 128]))
-        directions = draw(st.sampled_from(["rowwise", "columnwise", "both"]))
-        fields["rotation"] = Rotation(size, draw(st.integers(0, 2**size - 1)), directions)
-    return fields
+    if made.rotation is not None:
+        signs = draw(st.integers(0, 2**made.rotation.size - 1))
+        fields["rotation"] = made.rotation._replace(signs=signs)
+    return replace(made, **fields)
 
 
 def known_anew(text: str) -> Layout:
@@ -351,7 +185,7 @@ def test_layouts_travel_by_their_fields(made: Layout, other: Layout) -> None:
     for again in (
         Layout.of(made.text),
         known_anew(made.text),
-        dataclasses.replace(made),
+        replace(made),
         copy.deepcopy(made),
         by_pickle(made),
         by_file(made),

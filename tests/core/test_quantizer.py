@@ -34,16 +34,6 @@ def test_attributes_compare_by_value_but_tensors_by_identity(quantizer: Any) -> 
         assert one.is_alike(two)
 
 
-def test_what_is_quantized_already_is_quantized_by_its_values(quantizer: Quantizer) -> None:
-    q = quantizer(torch.randn(3, 4))
-    assert_same(quantizer(q).dequantize(), quantizer(q.dequantize()).dequantize())
-    copied = quantizer.copy()
-    copied.set_usage(columnwise=False)
-    copied.set_usage(rowwise=True)
-    assert copied.get_usages() == {"rowwise": True, "columnwise": False}
-    assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
-
-
 def test_several_tensors_are_quantized_in_one_call(quantizer: Quantizer) -> None:
     both = quantizer.multi_quantize([torch.ones(2), torch.ones(3)])
     assert_same([t.dequantize() for t in both], [torch.ones(2), torch.ones(3)])

@@ -1,5 +1,5 @@
-"""The life of a file and of a folder: saved, replaced, interrupted, damaged and loaded. A reader
-finds the old state or the new one, whole, or an error."""
+"""The life of a file and of a folder: saved, replaced, interrupted and loaded. A reader finds the
+old state or the new one, whole, or an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import ottava
 from ottava import checkpoint, filesystem
-from ottava.errors import OttavaError
 from tests.core.checkpoint.files import contents, refusal, save_sharded
 from tests.core.conftest import SampleRecipe
 
@@ -165,20 +164,6 @@ class Life(RuleBasedStateMachine):
         target = model(seed)
         interrupted(self.loading(kind, target), line)
         assert contents(target) in (STATES[seed], STATES[self.held[kind]])
-
-    @rule(kind=KINDS, share=SHARES, bit=st.integers(0, 7), cut=st.booleans())
-    def load_with_damage(self, kind: str, share: float, bit: int, cut: bool) -> None:
-        files = [self.top / "file"] if kind == "file" else sorted((self.top / kind).iterdir())
-        path = files[bit % len(files)]
-        raw = bytearray(original := path.read_bytes())
-        place = min(int(share * len(raw)), len(raw) - 1)
-        raw[place] ^= 1 << bit
-        path.write_bytes(raw[:place] if cut else raw)
-        target = model(0)
-        with pytest.raises(OttavaError, match=path.name):
-            self.loading(kind, target)()
-        assert contents(target) == STATES[0]
-        path.write_bytes(original)
 
 
 TestLife = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")(

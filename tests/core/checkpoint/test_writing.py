@@ -65,31 +65,6 @@ def test_a_save_beside_a_training_can_be_loaded(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_writers_of_one_name_all_succeed(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
-
-    def write(value: int) -> None:
-        try:
-            state = {name: torch.full((1000,), float(value)) for name in "abc"}
-            checkpoint.save_file(state, tmp_path / "file")
-            save_sharded(state, tmp_path / "folder")
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=write, args=(value,)) for value in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert names(tmp_path) == ["file", "folder"]
-    assert len(names(tmp_path / "folder")) == 2
-    loaded = {name: torch.zeros(1000) for name in "abc"}
-    checkpoint.load_sharded(loaded, tmp_path / "folder")
-    for read in (checkpoint.load_file(tmp_path / "file"), loaded):
-        assert len({float(value) for tensor in read.values() for value in tensor}) == 1  # type: ignore[union-attr]
-
-
 def test_writers_of_other_names_are_left_alone(tmp_path: Path) -> None:
     """Of long names that begin alike, as those of ranks do."""
     one, two = (tmp_path / f"checkpoint-{'x' * 60}-rank-{rank}" for rank in range(2))
@@ -306,21 +281,7 @@ def test_a_save_that_fails_leaves_no_checkpoint(
 # -- names and permissions --
 
 
-@pytest.fixture
-def alarm() -> Iterator[None]:
-    """Ends what waits for the other end of a pipe, which it would do for ever."""
-
-    def end(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(300)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_only_files_and_checkpoints_are_replaced(alarm: None, tmp_path: Path) -> None:
+def test_only_files_and_checkpoints_are_replaced(tmp_path: Path) -> None:
     """Pipes are not waited for."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -351,14 +312,6 @@ def test_only_files_and_checkpoints_are_replaced(alarm: None, tmp_path: Path) ->
     assert (tmp_path / "folder" / "mine").read_text() == (tmp_path / "text").read_text() == "mine"
     assert not os.path.isfile("/dev/null")
     assert value_of(tmp_path / "step-0000001") == 1
-
-
-def test_a_pipe_in_the_place_of_a_leftover_is_not_waited_for(alarm: None, tmp_path: Path) -> None:
-    with Partial(tmp_path / "file") as partial:
-        name = partial.path.name
-    os.mkfifo(tmp_path / name)
-    checkpoint.save_file(ONE, tmp_path / "file")
-    assert value_of(tmp_path / "file") == 1
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

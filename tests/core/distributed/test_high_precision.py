@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ottava
 from ottava.distributed import HighPrecisionWeight, gather_quantized
@@ -26,13 +24,6 @@ def layers() -> Any:
 @pytest.fixture
 def model(recipe: Any) -> Any:
     return gather_quantized(ottava.convert(layers(), recipe))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def test_new_data_is_taken_over(model: Any) -> None:
@@ -90,22 +81,6 @@ def test_loading_plain_values(model: Any, assign: bool) -> None:
 def test_the_layer_computes_as_before(model: Any, recipe: Any) -> None:
     x = torch.randn(4, 8)
     assert_same(model(x), ottava.convert(layers(), recipe)(x))
-
-
-def test_collectives_on_quantized_tensors_are_refused(recipe: Any, alone: None) -> None:
-    """Their schemas do not say what they write: what they would write to is a copy."""
-    with ottava.quantized_model_init(recipe):
-        weight = ottava.nn.Linear(8, 6).weight.detach()
-    before = weight.dequantize()
-    for call in (
-        lambda: dist.all_reduce(weight),
-        lambda: dist.broadcast(weight, 0),
-        lambda: dist.all_gather([weight], weight),
-        lambda: dist.scatter(weight, [weight]),
-    ):
-        with pytest.raises(UsageError, match="was called with a quantized tensor"):
-            call()
-    assert_same(weight.dequantize(), before)
 
 
 def test_wrong_models_are_refused(model: Any) -> None:

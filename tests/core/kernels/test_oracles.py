@@ -199,21 +199,3 @@ def test_powers_of_two_by_hand() -> None:
         layout = Layout(oracle.ELEMENTS[element].name, (1, 32), E8M0, rule, columnwise="transposed")
         _, stored = oracle.scale(amax, layout, torch.float32)
         assert stored == code, (element, rule, amax)
-
-
-def test_scales() -> None:
-    """The twin's rules for every exponent with extreme mantissas, and around edges."""
-    for start, element in enumerate(oracle.NAMES):
-        amaxes = samples.amaxes()[start % 2 :: 2].numpy()
-        for number, (scale, rounding) in enumerate(ROUNDINGS):
-            dtype = samples.DTYPES[number % 3]
-            finite_as = "input" if scale is torch.float32 else "float32"
-            columnwise = "transposed"
-            layout = Layout(
-                element, (1, 32), scale, rounding, columnwise=columnwise, finite_as=finite_as
-            )
-            expected = [oracle.scale(amax, layout, dtype) for amax in amaxes.tolist()]
-            got = arrays.scales(amaxes, layout, dtype)
-            for part, mine in enumerate(got):
-                wanted = np.array([pair[part] for pair in expected]).astype(mine.dtype)
-                assert_same(mine, wanted, amaxes, layout.text)

@@ -63,6 +63,7 @@ def test_copies_share_nothing(name: str) -> None:
             assert type(made) is type(q)
             if "contiguous" in what:
                 assert made.is_contiguous()
+                assert_same(made.view(-1).dequantize(torch.float32), values.reshape(-1))
             assert made._quantizer == q._quantizer
             assert made._quantizer is not q._quantizer
             before = inner(made)

@@ -18,7 +18,6 @@ from ottava.checkpoint import (
     save_file,
     save_sharded,
 )
-from ottava.tensors.packed import needs_packing
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.copying import by_file, by_pickle
@@ -41,6 +40,7 @@ from tests.samples import wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPES: list[tuple[int, ...]] = [(), (5,), (0, 7), (7, 0), (33, 70), (2, 31, 65)]
+ODD_SHAPES = [*SHAPES, (1, 1), (3, 17)]
 
 
 WAYS: list[Callable[[Any], Any]] = [by_file, by_pickle]
@@ -108,13 +108,10 @@ def test_a_direction_that_was_made_of_the_other_shares_its_codes(tmp_path: Path)
 
 
 def test_files_of_all_layouts(tmp_path: Path) -> None:
-    """Of any shape, usage and view; without quantizers."""
+    """Bare storages, and views; without quantizers."""
     state: dict[str, Any] = {"plain": wide(3, 4, dtype=torch.bfloat16)}
-    for number, name in enumerate(QUANTIZERS):
+    for name in QUANTIZERS:
         rows = boundary(name)
-        for usages in USAGES:
-            shape = SHAPES[number % len(SHAPES)]
-            state[f"{name}, {usages}"] = quantizer(name, usages)(wide(*shape))
         bare = quantizer(name, internal=True)
         state[f"{name}, bare"] = bare(wide(33, 70, dtype=torch.float16, sigma=1.0))
         if name not in ROTATED_ONCE:
@@ -158,14 +155,13 @@ MODEL_WAYS = [through_torch, through_dcp, through_safetensors, through_sharded]
 
 
 @pytest.mark.parametrize("way", MODEL_WAYS)
-def test_packed_tensors_of_odd_shapes(way: Callable[..., Any], tmp_path: Path) -> None:
+def test_tensors_of_odd_shapes(way: Callable[..., Any], tmp_path: Path) -> None:
     """With all that their bytes do not tell: the shape, and amaxes of a second level."""
     state: dict[str, Any] = {}
     like: dict[str, Any] = {}
-    names = [name for name, layout in LAYOUTS.items() if needs_packing(layout)]
-    for number, (name, shape) in enumerate(itertools.product(names, [*SHAPES, (1, 1), (3, 17)])):
+    for number, (name, shape) in enumerate(itertools.product(QUANTIZERS, ODD_SHAPES)):
         # Shards of squares are saved by their rows.
-        usages = "both" if LAYOUTS[name].square else list(USAGES)[number % 3]
+        usages = "both" if QUANTIZERS[name].layout.square else list(USAGES)[number % 3]
         make, key = quantizer(name, usages), f"{name}, {shape}"
         state[key] = make(wide(*shape, dtype=DTYPES[number % 3], sigma=1.0))
         like[key] = make(torch.zeros(shape, dtype=DTYPES[number % 3]))
@@ -209,16 +205,3 @@ def test_models_with_primary_weights(name: str, tmp_path: Path) -> None:
             assert_same(mine.grad, theirs.grad)
             assert_same(mine.detach().dequantize(), theirs.detach().dequantize())
         assert other[0].weight._quantizer is not None
-
-
-@pytest.mark.parametrize("way", MODEL_WAYS)
-def test_weights_of_one_direction(way: Callable[..., Any], tmp_path: Path) -> None:
-    for name in ("mxfp8", "1x128", "Float8Tensor"):
-        models = [net(name, seed=seed) for seed in range(2)]
-        for model in models:
-            model[0].weight.update_usage(columnwise_usage=False)
-            model[2].weight.update_usage(rowwise_usage=False)
-        (tmp_path / name).mkdir()
-        state = way(*(model.state_dict() for model in models), tmp_path / name)
-        for i in (0, 2):
-            check_alike(state[f"{i}.weight"].detach(), models[0][i].weight.detach())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 import ottava
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, ShapeError, stable_repr
@@ -127,29 +128,17 @@ def test_errors_change_nothing(
     assert ottava.conversion_report(model).swapped == ()
 
 
-class Foreign(torch.Tensor):
-    """As another library's quantized weights are: a subclass that computes by itself."""
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
+class Foreign(Parameter):
+    """As another library's quantized weights are: it computes by itself."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].values)
-        plain = torch.utils._pytree.tree_map(lambda t: t.values if isinstance(t, cls) else t, args)
-        return func(*plain, **(kwargs or {}))
+        raise NotImplementedError
 
 
-def with_weight(weight: torch.Tensor | None) -> torch.nn.Linear:
+def with_weight(weight: Parameter | None) -> torch.nn.Linear:
     layer: Any = torch.nn.Linear(4, 4)
-    layer.weight = None if weight is None else torch.nn.Parameter(weight)
+    layer.weight = weight
     return layer
 
 
@@ -165,8 +154,8 @@ class Scaled(torch.nn.Linear):
 
 LEFT_ALONE: dict[str, Any] = {
     "it has no weight": lambda: with_weight(None),
-    "layout torch.sparse_coo": lambda: with_weight(torch.eye(4).to_sparse()),
-    "dtype torch.float64": lambda: with_weight(torch.eye(4).double()),
+    "layout torch.sparse_coo": lambda: with_weight(Parameter(torch.eye(4).to_sparse())),
+    "dtype torch.float64": lambda: with_weight(Parameter(torch.eye(4).double())),
     "Foreign, a tensor subclass": lambda: with_weight(Foreign(torch.eye(4))),
     "forward was replaced": with_forward,
     "is a subclass, Scaled": lambda: Scaled(4, 4),
@@ -327,8 +316,8 @@ class Experts(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up = torch.nn.Parameter(torch.randn(4, 16, 8))
-        self.gate_up_bias = torch.nn.Parameter(torch.zeros(4, 16))
+        self.gate_up = Parameter(torch.randn(4, 16, 8))
+        self.gate_up_bias = Parameter(torch.zeros(4, 16))
 
 
 class PositionEmbedding(torch.nn.Module):
@@ -336,7 +325,7 @@ class PositionEmbedding(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(20, 8))
+        self.weight = Parameter(torch.zeros(20, 8))
 
 
 class Mixture(torch.nn.Module):
@@ -345,8 +334,8 @@ class Mixture(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.rows = torch.nn.Embedding(100, 8), PositionEmbedding()
-        self.positions = torch.nn.Parameter(torch.zeros(1, 50, 8))
-        self.cls = torch.nn.Parameter(torch.zeros(1, 1, 8))
+        self.positions = Parameter(torch.zeros(1, 50, 8))
+        self.cls = Parameter(torch.zeros(1, 1, 8))
         self.norm = torch.nn.LayerNorm((4, 8))
         self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
         self.experts, self.conv = Experts(), torch.nn.Conv1d(8, 8, 1)
@@ -485,9 +474,9 @@ class Conv1D(torch.nn.Module):
     def __init__(self, nf: int, nx: int, bias: bool = True) -> None:
         super().__init__()
         self.nf = nf
-        self.weight = torch.nn.Parameter(torch.randn(nx, nf))
+        self.weight = Parameter(torch.randn(nx, nf))
         if bias:
-            self.bias = torch.nn.Parameter(torch.randn(nf))
+            self.bias = Parameter(torch.randn(nf))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.weight.t(), getattr(self, "bias", None))
@@ -530,7 +519,7 @@ class Factored(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.matrix = torch.nn.Parameter(torch.randn(6, 4))
+        self.matrix = Parameter(torch.randn(6, 4))
 
 
 RETURNS: list[tuple[Any, str]] = [
@@ -591,7 +580,7 @@ def test_a_transposed_layer_is_initialized_by_its_number_of_inputs(recipe: Any) 
     with ottava.quantized_model_init(recipe):
         layer = TransposedLinear(400, 2, recipe=recipe)
     for _ in range(2):
-        assert type(layer.weight) is torch.nn.Parameter
+        assert type(layer.weight) is Parameter
         assert layer.weight.shape == (400, 2)
         assert 0.03 < layer.weight.abs().max() <= 0.05  # 1 / sqrt(400)
         assert layer.bias.abs().max() <= 0.05

@@ -104,13 +104,22 @@ def test_gradients_pass() -> None:
 
 
 def test_collectives_are_refused() -> None:
+    """Their schemas do not say what they write: what they would write to is a copy."""
     dist, tensor = torch.distributed, MX(torch.ones(64, 64))
+    calls = [
+        dist.all_reduce,
+        lambda v: dist.broadcast(v, 0),
+        lambda v: dist.all_gather([v], v),
+        lambda v: dist.scatter(v, [v]),
+    ]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for collective in (lambda v: dist.broadcast(v, 0), dist.all_reduce):
-            with pytest.raises(UsageError, match=r"c10d::\w+ may write to a view of a GridTensor"):
-                collective(tensor[1:2])
+        for call in calls:
             with pytest.raises(UsageError, match=r"collective c10d::\w+ was called with"):
-                collective(tensor)
+                call(tensor)
+        for call in calls[:2]:
+            with pytest.raises(UsageError, match=r"c10d::\w+ may write to a view of a GridTensor"):
+                call(tensor[1:2])
     finally:
         dist.destroy_process_group()
+    assert_same(tensor.dequantize(), torch.ones(64, 64))
