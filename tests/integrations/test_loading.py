@@ -286,7 +286,7 @@ def _load_forged(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
-@pytest.mark.parametrize("rounds", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheme", WRITTEN, ids=str)
 def test_forged_configurations_are_refused_with_typed_errors(
     scheme: Scheme, rounds: int, tmp_path: Path
