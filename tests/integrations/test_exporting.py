@@ -244,18 +244,16 @@ def test_the_configuration(
         assert other["quantization"]["exclude_modules"] == ["lm_head"]
 
 
-def test_groups_of_compressed_tensors() -> None:
-    from ottava_integrations.formats.configurations import quantization_config
-
-    layers = {"a": scheme_of("float-quantized"), "b": scheme_of("float-quantized", "block")}
-    groups = quantization_config(layers, [], "token", False)["config_groups"]
-    first, second = groups.values()
-    assert (first["targets"], second["targets"]) == (["a"], ["b"])
-    assert first["weights"]["strategy"] == "channel"
-    assert second["weights"]["block_structure"] == [128, 128]
-    assert first["input_activations"]["strategy"] == "token"
-    assert first["input_activations"]["dynamic"] is True
-    assert first["weights"]["dynamic"] is False
+@pytest.mark.filterwarnings("ignore:only")
+def test_layers_with_other_scales_are_a_group(tmp_path: Path) -> None:
+    rows = ottava.get_recipe("rowwise", force_pow_2_scales=True)
+    net = ottava.convert(ottava.convert(model(), rows, include="up"), "blockwise", include="down")
+    export_model(net, tmp_path / "out", "float-quantized")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [
+        (group["targets"], group["weights"]["strategy"], group["weights"].get("block_structure"))
+        for group in config["config_groups"].values()
+    ] == [(["up"], "channel", None), (["down"], "block", [128, 128])]
 
 
 def test_shards_their_index_and_contracts(tmp_path: Path) -> None:
