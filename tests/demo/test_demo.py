@@ -162,7 +162,6 @@ def test_a_recipe_asked_for_twice_is_trained_once(
     ("paces", "announced"),
     [
         ([0.3, 0.3, 0.3, 0.3], None),
-        ([7.0, 7.0, 7.0, 7.0], (0, "4 runs will take about 3 h 53 min")),
         # A slow recipe comes after fast ones: 2 x 100 s were, 2 x 400 s are to come.
         ([0.2, 0.2, 0.8, 0.8], (2, "4 runs will take about 17 min")),
         ([2.0], (0, "the run will take about 17 min")),

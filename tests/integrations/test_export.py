@@ -387,7 +387,6 @@ def test_a_model_says_what_is_quantized(gpt: Path, tmp_path: Path) -> None:
 
 REFUSALS: list[tuple[str, str]] = [
     ("in present --recipe bf16", "present exists"),
-    ("absent out --recipe bf16", "absent cannot be read"),
     ("in out --recipe nonesuch", "no installed package provides recipe 'nonesuch'"),
     ("in out --recipe mxpf8x --option a=1", "bf16, fp16, fp32"),
     ("in out --recipe current --option fp8_format=E9", "one of E4M3, E5M2, HYBRID"),
@@ -439,10 +438,8 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"recipe": "nonesuch"}, RecipeNotFoundError, "nonesuch"),
     ({"recipe": 3}, DTypeError, "recipe"),
     ({"recipe": "bf16", "options": {"a": 1}}, OptionError, "options"),
-    ({"recipe": ottava.get_recipe("current"), "options": {"a": 1}}, OptionError, "options"),
     ({"recipe": broken()}, UsageError, "cannot be quantized: ZeroDivisionError: inside"),
     ({"source": None}, DTypeError, "path"),
-    ({"target": None}, DTypeError, "path"),
     # The target is checked before anything is read.
     ({"source": "absent", "target": "."}, UsageError, "cannot be written: .*it is a folder"),
     ({"source": "absent", "target": "/dev/null"}, UsageError, "written: .*no regular file"),
@@ -452,7 +449,6 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"exclude": ["ids.weight"]}, OptionError, "in: pattern 'ids.weight' fits no tensor"),
     ({"include": ["double.weight"]}, OptionError, "in: pattern 'double.weight' fits no tensor"),
     ({"include": "layer.*"}, DTypeError, "include"),
-    ({"exclude": [3]}, DTypeError, "exclude"),
     ({"prefix": "nope."}, OptionError, "no tensor's name begins with 'nope.'"),
 ]
 
