@@ -11,22 +11,8 @@ from tests.core.fake_plugins import RECIPE, offers, plugin, run
 
 DEMO = ["demo", "--steps", "1", "--size", "tiny", "--device", "cpu"]
 TRAINS = """
-import torch
-from ottava import kernels
-from ottava.tensors import Float8QuantizerBase
-
-
-class Q(Float8QuantizerBase):
-    def quantize_impl(self, tensor, dtype):
-        with_data, with_transpose = self.needs(tensor.device)
-        data, transpose, _, scale_inv, _ = kernels.quantize(
-            tensor, self.fp8_dtype, rowwise=with_data, transposed=with_transpose
-        )
-        kept = data if with_data else None, transpose if with_transpose else None
-        return self.wrap(*kept, scale_inv, dtype)
-
-
-Thing.make_quantizer = lambda self, role, **k: Q(torch.float8_e4m3fn)
+from tests.core.layouts.layouts import E4M3, PerTensor
+Thing.make_quantizer = lambda self, role, **k: PerTensor(E4M3)
 """
 
 
