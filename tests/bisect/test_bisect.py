@@ -249,14 +249,6 @@ def test_the_initial_scale_is_told_from_an_outlier(
     assert all(torch.equal(value, before[name]) for name, value in state.state_dict().items())
 
 
-def test_a_first_step_of_delayed_scaling(tmp_path: Path) -> None:
-    model = Stack(2)
-    model.used.fill_(2.0**-14)
-    report = bisect(captured(model, tmp_path / "step", "delayed"), lambda: Stack(2))
-    assert {finding.tensor for finding in report.findings} == {"gradient"}
-    assert all(INITIAL in finding.reason for finding in report.findings)
-
-
 # -- what is refused --
 
 

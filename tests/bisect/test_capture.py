@@ -48,15 +48,10 @@ def test_a_captured_step_is_the_same_step(recipe: str, path: Path) -> None:
         assert torch.equal(watched.state_dict()[name], value), name
 
 
-def test_the_file_holds_the_step(path: Path) -> None:
+def test_the_file_says_what_the_step_is(path: Path) -> None:
+    """The rest of the file is what a replay needs to be the step (``test_replay.py``)."""
     model, (x, y) = converted(Model(), "delayed"), data()
-    step_of(model, *data(2))
-    model.zero_grad()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    seen: dict[str, list[torch.Tensor]] = {"inputs": [], "gradients": []}
-    model.twice.register_forward_pre_hook(lambda _, x: seen["inputs"].append(x[0].detach()))
-    model.twice.register_full_backward_hook(lambda _, dx, dy: seen["gradients"].append(dy[0]))
-    random_state = torch.get_rng_state()
     with capture(model, path, targets={"y": y}, loss="mse") as step:
         output = model(x, scale=0.5)
         step.loss = torch.nn.functional.mse_loss(output, y)
@@ -64,28 +59,17 @@ def test_the_file_holds_the_step(path: Path) -> None:
     read = Bundle.read(path)
     # The step itself has moved the state on.
     assert not torch.equal(before["norm.running_mean"], model.norm.running_mean)
-    assert read.state.keys() == before.keys()
     assert all(torch.equal(read.state[name], value) for name, value in before.items())
-    assert torch.equal(read.buffers["hidden"], model.hidden)
-    assert torch.equal(read.tensors["random.cpu"], random_state)
-    arguments = read.arguments[0]
-    assert torch.equal(unflatten(arguments["args"], read.tensors, "cpu")[0], x)
-    assert unflatten(arguments["kwargs"], read.tensors, "cpu") == {"scale": 0.5}
+    assert unflatten(read.arguments[0]["kwargs"], read.tensors, "cpu") == {"scale": 0.5}
     assert torch.equal(unflatten(read.targets, read.tensors, "cpu")["y"], y)
     assert (read.events, read.loss_name) == (["forward 0", "backward 0"], "mse")
     assert read.loss == step.loss.item()
     gradients = torch.cat([p.grad.double().flatten() for p in model.parameters()])
     assert read.grad_norm == pytest.approx(float(gradients.norm()), rel=1e-12)
     assert [call.layer for call in read.calls] == ["first", "twice", "twice", "last"]
-    pairs = zip(seen["inputs"], reversed(seen["gradients"]), strict=True)
-    for number, (values, gradient) in enumerate(pairs, 1):
-        assert torch.equal(read.operands[f"{number}.activation"], values)
-        assert torch.equal(read.operands[f"{number}.gradient"], gradient)
-    # Parameters are in the state.
+    # Parameters are in the state, and nothing needs the gradient of the model's input.
     assert not any(name.endswith("weight") for name in read.operands)
-    # Nothing needs the gradient of the model's input.
     assert [len(call.digests) for call in read.calls] == [4, 6, 6, 6]
-    assert read.recipes[0]["name"] == "delayed"
     assert read.versions["torch"] == str(torch.__version__)
     # No class of anybody is named in the file.
     with safe_open(path, "pt") as file:

@@ -83,7 +83,6 @@ OF_AN_ACTIVATION = operands("layers.2", "activation", "fprop")
 #: come from steps without the fault.
 FAULTS: dict[str, tuple[Callable[[], Stack], Any, Callable[[Stack], Any], Operands]] = {
     "an activation outlier": (Stack, "current", activation_outlier, OF_AN_ACTIVATION),
-    "one in a row": (Stack, "rowwise", activation_outlier, OF_AN_ACTIVATION),
     "one in a block of MXFP8": (Stack, "mxfp8", activation_outlier, OF_AN_ACTIVATION),
     "outliers of a weight and of an activation": (
         Stack,
@@ -134,13 +133,7 @@ FAULTS: dict[str, tuple[Callable[[], Stack], Any, Callable[[Stack], Any], Operan
 }
 
 
-#: Which show nothing but another layout of scales.
-OTHER_LAYOUTS = ("one in a row", "one in a block of MXFP8")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OTHER_LAYOUTS)) for n in FAULTS]
-)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     make, recipe, plant, expected = FAULTS[name]
     model = converted(make(), recipe)

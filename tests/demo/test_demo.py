@@ -159,15 +159,12 @@ def test_a_recipe_asked_for_twice_is_trained_once(
 
 
 @pytest.mark.parametrize(
-    ("steps", "paces", "announced"),
+    ("paces", "announced"),
     [
-        (500, [0.3, 0.3, 0.3, 0.3], None),
-        (500, [0.5, 0.5, 0.5, 0.5], (0, "4 runs will take about 17 min")),
-        (500, [7.0, 7.0, 7.0, 7.0], (0, "4 runs will take about 3 h 53 min")),
+        ([0.3, 0.3, 0.3, 0.3], None),
         # A slow recipe comes after fast ones: 2 x 100 s were, 2 x 400 s are to come.
-        (500, [0.2, 0.2, 0.8, 0.8], (2, "4 runs will take about 17 min")),
-        (2, [400.0, 400.0], (0, "2 runs will take about 27 min")),
-        (500, [2.0], (0, "the run will take about 17 min")),
+        ([0.2, 0.2, 0.8, 0.8], (2, "4 runs will take about 17 min")),
+        ([2.0], (0, "the run will take about 17 min")),
     ],
 )
 @pytest.mark.usefixtures("replaced")
@@ -175,7 +172,6 @@ def test_a_long_run_is_announced_once(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    steps: int,
     paces: list[float],
     announced: tuple[int, str] | None,
 ) -> None:
@@ -185,22 +181,25 @@ def test_a_long_run_is_announced_once(
 
     def run(recipe: str | None, corpus: object, *, progress: Any, **options: Any) -> Run:
         number, pace = next(left)
-        for _ in range(steps):
+        for _ in range(500):
             clock[0] += pace
             progress(1.0)
             printed = capsys.readouterr().out.splitlines()
             lines.extend((number, line) for line in printed if "will take about" in line)
-        return Run(recipe or "bf16", [1.0] * steps, 1.0, 1.0, 1)
+        return Run(recipe or "bf16", [1.0] * 500, 1.0, 1.0, 1)
 
     names = [f"r{number}" for number in range(len(paces) - 1)]
     monkeypatch.setattr(command.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(command, "_choose", lambda asked: (names, []))
     monkeypatch.setattr(command, "train", run)
-    assert demo(tmp_path, steps=steps) == 0
-    assert len(lines) == (announced is not None)
-    for (number, line), expected in zip(lines, [announced] if announced else [], strict=True):
-        assert (number, True) == (expected[0], expected[1] in line)
-        assert "--steps" in line
+    assert demo(tmp_path, steps=500) == 0
+    if announced is None:
+        assert lines == []
+        return
+    ((number, line),) = lines
+    assert number == announced[0]
+    assert announced[1] in line
+    assert "--steps" in line
 
 
 # -- what is refused --
@@ -239,12 +238,6 @@ def test_what_cannot_be_written_is_refused_before_training(
         with pytest.raises(UsageError, match=f"{name} cannot be written: it is no regular file"):
             demo(folder)
     assert replaced == []
-
-
-def test_results_that_cannot_be_written_in_the_end_are_told(tmp_path: Path) -> None:
-    (tmp_path / "loss.png").mkdir()
-    with pytest.raises(UsageError, match="cannot be written"):
-        demo(tmp_path, recipes=["current"], steps=1)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

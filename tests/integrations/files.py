@@ -1,4 +1,4 @@
-"""What files of tensors hold, read by the library of the format alone."""
+"""A model, and what files of tensors hold, read by the library of the format alone."""
 
 from __future__ import annotations
 
@@ -19,6 +19,25 @@ from tests.comparing import assert_same
 NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64}
 NUMPY |= {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 NUMPY |= {"F8_E8M0": ml_dtypes.float8_e8m0fnu}
+
+
+class Net(torch.nn.Module):
+    """Two linear layers with a norm between, a tied head, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(16, 128)
+        self.up = torch.nn.Linear(128, 256)
+        self.norm = torch.nn.LayerNorm(256)
+        self.down = torch.nn.Linear(256, 128, bias=False)
+        self.lm_head = torch.nn.Linear(128, 16, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("shift", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.nn.functional.gelu(self.norm(self.up(x))))
+        return self.lm_head(y) + self.shift
 
 
 def plain(path: Path) -> dict[str, np.ndarray[Any, Any]]:

@@ -120,35 +120,23 @@ def test_from_a_sharded_checkpoint(source: Any, tmp_path: Path) -> None:
     assert "'model.', 'optimizer.'" in wrong.output
 
 
-OPTIONS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("current", {"fp8_format": ottava.Format.E5M2}, ["fp8_format=E5M2"]),
-    ("current", {"force_pow_2_scales": True}, ["fp8_format=E4M3", "force_pow_2_scales=true"]),
-    ("current", {"amax_epsilon": 100}, ["amax_epsilon=100"]),
-    ("mxfp8", {"with_2d_quantization": True}, ["with_2d_quantization=True"]),
-    ("blockwise", {"w_block_scaling_dim": 1}, ["w_block_scaling_dim=1"]),
-]
-
-
-@pytest.mark.parametrize(("recipe", "options", "texts"), OPTIONS)
-def test_options(recipe: str, options: dict[str, Any], texts: list[str], tmp_path: Path) -> None:
+def test_options(tmp_path: Path) -> None:
+    """The same options keep the bytes, and others quantize again."""
     values = torch.randn(160, 288)
     safetensors.torch.save_file({"a.weight": values, "b": values[0].clone()}, tmp_path / "in")
-    chosen = [part for text in texts for part in ("--option", text)]
-    quantizer = ottava.get_recipe(recipe, **options).quantizer("weight")
-    expected = quantizer(values)
-    command = ["--recipe", recipe, *chosen, "--columnwise"]
+    options = ["fp8_format=E5M2", "force_pow_2_scales=true"]
+    command = ["--recipe", "current", *(part for o in options for part in ("--option", o))]
     done(tmp_path / "in", tmp_path / "out", *command)
+    recipe = ottava.get_recipe("current", fp8_format=ottava.Format.E5M2, force_pow_2_scales=True)
+    expected = recipe.quantizer("weight").with_usage(True, False)(values)
     state = checkpoint.load_file(tmp_path / "out")
     assert_same(inner(state["a.weight"]), inner(expected))
     assert_same(state["b"], values[0])
-    # The same options keep the bytes, and others quantize again.
     done(tmp_path / "out", tmp_path / "again", *command)
     same_files(tmp_path / "out", tmp_path / "again")
-    plain_recipe = ottava.get_recipe(recipe)
-    converted = convert_file(tmp_path / "out", tmp_path / "again", plain_recipe)
+    converted = convert_file(tmp_path / "out", tmp_path / "again", "current")
     assert converted.quantized == ("a.weight",)
-    rows = plain_recipe.quantizer("weight").copy()
-    rows.set_usage(columnwise=False)
+    rows = ottava.get_recipe("current").quantizer("weight").with_usage(True, False)
     again = checkpoint.load_file(tmp_path / "again")["a.weight"]
     assert_same(inner(again), inner(rows(expected.dequantize())))
 
@@ -399,7 +387,6 @@ def test_a_model_says_what_is_quantized(gpt: Path, tmp_path: Path) -> None:
 
 REFUSALS: list[tuple[str, str]] = [
     ("in present --recipe bf16", "present exists"),
-    ("absent out --recipe bf16", "absent cannot be read"),
     ("in out --recipe nonesuch", "no installed package provides recipe 'nonesuch'"),
     ("in out --recipe mxpf8x --option a=1", "bf16, fp16, fp32"),
     ("in out --recipe current --option fp8_format=E9", "one of E4M3, E5M2, HYBRID"),
@@ -451,10 +438,8 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"recipe": "nonesuch"}, RecipeNotFoundError, "nonesuch"),
     ({"recipe": 3}, DTypeError, "recipe"),
     ({"recipe": "bf16", "options": {"a": 1}}, OptionError, "options"),
-    ({"recipe": ottava.get_recipe("current"), "options": {"a": 1}}, OptionError, "options"),
     ({"recipe": broken()}, UsageError, "cannot be quantized: ZeroDivisionError: inside"),
     ({"source": None}, DTypeError, "path"),
-    ({"target": None}, DTypeError, "path"),
     # The target is checked before anything is read.
     ({"source": "absent", "target": "."}, UsageError, "cannot be written: .*it is a folder"),
     ({"source": "absent", "target": "/dev/null"}, UsageError, "written: .*no regular file"),
@@ -464,7 +449,6 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"exclude": ["ids.weight"]}, OptionError, "in: pattern 'ids.weight' fits no tensor"),
     ({"include": ["double.weight"]}, OptionError, "in: pattern 'double.weight' fits no tensor"),
     ({"include": "layer.*"}, DTypeError, "include"),
-    ({"exclude": [3]}, DTypeError, "exclude"),
     ({"prefix": "nope."}, OptionError, "no tensor's name begins with 'nope.'"),
 ]
 

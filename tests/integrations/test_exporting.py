@@ -2,7 +2,6 @@
 safetensors and the definition of each format."""
 
 import json
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +23,23 @@ from ottava_integrations import (
     load_quantized,
 )
 from ottava_integrations.formats import FORMATS, companions_of, published_tensors, scheme_of
+from tests.comparing import assert_same
+from tests.integrations.files import Net
 
 #: The largest magnitudes of inputs, for formats with constant scales of them.
 AMAXES = {"up": 3.0, "down": 5.0}
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """An embedding, two layers, a norm, and a head that is tied to the embedding."""
-    torch.manual_seed(0)
-    layers: dict[str, torch.nn.Module] = {
-        "embed": torch.nn.Embedding(32, 128),
-        "up": torch.nn.Linear(128, 256),
-        "norm": torch.nn.LayerNorm(256),
-        "down": torch.nn.Linear(256, 128, bias=False),
-        "lm_head": torch.nn.Linear(128, 32, bias=False),
-    }
-    made = torch.nn.Sequential(OrderedDict(layers)).to(dtype)
+    made = Net().to(dtype)
     with torch.no_grad():
         # Rows of different magnitudes.
-        made.up.weight.mul_(torch.exp(torch.randn(256, 1)))
-    made.lm_head.weight = made.embed.weight
+        made.up.weight.mul_(torch.linspace(0.1, 3, 256)[:, None])
     return made
 
 
 def amaxes_for(format: str) -> dict[str, float] | None:
     return AMAXES if format == "modelopt-fp8" else None
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    as_bytes = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -66,14 +52,14 @@ def test_the_tensors_of_a_format(format: str) -> None:
         quantizer.set_usage(rowwise=True, columnwise=False)
         weight = quantizer(net.get_submodule(name).weight.detach())
         for suffix, expected in published_tensors(weight, scheme, torch.bfloat16).items():
-            assert same(tensors.pop(f"{name}.{suffix}"), expected), (name, suffix)
+            assert_same(tensors.pop(f"{name}.{suffix}"), expected, note=(name, suffix))
     if format == "modelopt-fp8":
         # amax / 448, in float32
         assert float(tensors.pop("up.input_scale")) == pytest.approx(3 / 448, rel=1e-7)
         assert float(tensors.pop("down.input_scale")) == pytest.approx(5 / 448, rel=1e-7)
     # The tied weight comes once, and what is not linear as it is.
-    assert sorted(tensors) == ["embed.weight", "norm.bias", "norm.weight", "up.bias"]
-    assert same(tensors["embed.weight"], net.embed.weight)
+    assert sorted(tensors) == ["embed.weight", "norm.bias", "norm.weight", "shift", "up.bias"]
+    assert_same(tensors["embed.weight"], net.embed.weight)
 
 
 #: Recipes whose kept weights formats hold, and the grain of the scheme.
@@ -140,12 +126,12 @@ def test_the_recipe_of_a_layer_or_of_the_call_quantizes() -> None:
     floor = ottava.get_recipe("mxfp8", scale_rounding="floor")
     bound = ottava.convert(model(), floor, include="up")
     plain = scales(model(), "mxfp8-quantized")
-    assert same(scales(served, "mxfp8-quantized"), plain)
+    assert_same(scales(served, "mxfp8-quantized"), plain)
     by_layer, by_call = (
         scales(bound, "mxfp8-quantized"),
         scales(model(), "mxfp8-quantized", recipe=floor),
     )
-    assert same(by_layer, by_call)
+    assert_same(by_layer, by_call)
     assert not torch.equal(by_layer, plain)
 
 
@@ -233,7 +219,7 @@ def test_the_configuration(
     format: str, options: dict[str, Any], parts: dict[str, Any], tmp_path: Path
 ) -> None:
     net = model()
-    net.lm_head = torch.nn.Linear(128, 32, bias=False).bfloat16()
+    net.lm_head = torch.nn.Linear(128, 16, bias=False).bfloat16()
     export_model(net, tmp_path / "out", format, config={"model_type": "own"}, **options)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "own"
@@ -244,22 +230,20 @@ def test_the_configuration(
         assert other["quantization"]["exclude_modules"] == ["lm_head"]
 
 
-def test_groups_of_compressed_tensors() -> None:
-    from ottava_integrations.formats.configurations import quantization_config
-
-    layers = {"a": scheme_of("float-quantized"), "b": scheme_of("float-quantized", "block")}
-    groups = quantization_config(layers, [], "token", False)["config_groups"]
-    first, second = groups.values()
-    assert (first["targets"], second["targets"]) == (["a"], ["b"])
-    assert first["weights"]["strategy"] == "channel"
-    assert second["weights"]["block_structure"] == [128, 128]
-    assert first["input_activations"]["strategy"] == "token"
-    assert first["input_activations"]["dynamic"] is True
-    assert first["weights"]["dynamic"] is False
+@pytest.mark.filterwarnings("ignore:only")
+def test_layers_with_other_scales_are_a_group(tmp_path: Path) -> None:
+    rows = ottava.get_recipe("rowwise", force_pow_2_scales=True)
+    net = ottava.convert(ottava.convert(model(), rows, include="up"), "blockwise", include="down")
+    export_model(net, tmp_path / "out", "float-quantized")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [
+        (group["targets"], group["weights"]["strategy"], group["weights"].get("block_structure"))
+        for group in config["config_groups"].values()
+    ] == [(["up"], "channel", None), (["down"], "block", [128, 128])]
 
 
 def test_shards_their_index_and_contracts(tmp_path: Path) -> None:
-    report = export_model(model(), tmp_path / "out", "fp8", max_shard_size=40_000)
+    report = export_model(model(), tmp_path / "out", "fp8", max_shard_size=36_000)
     whole = export_model(model(), tmp_path / "whole", "fp8")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -271,7 +255,7 @@ def test_shards_their_index_and_contracts(tmp_path: Path) -> None:
         tensors = load_file(tmp_path / "out" / file)
         assert {index["weight_map"][name] for name in tensors} == {file}
         for name, tensor in tensors.items():
-            assert same(tensor, one.pop(name))
+            assert_same(tensor, one.pop(name))
         with safe_open(tmp_path / "out" / file, "pt") as opened:
             contracts |= set(json.loads(opened.metadata().get("ottava.contracts", "{}")))
     assert not one
@@ -322,7 +306,7 @@ def test_companions_are_written_again(tmp_path: Path) -> None:
     # Parameters of the files, in any order.
     assert sorted(again) == sorted(tensors)
     for name, tensor in tensors.items():
-        assert same(again[name], tensor), name
+        assert_same(again[name], tensor, note=name)
 
 
 @pytest.mark.parametrize("grain", ["channel", "tensor", "block"])
@@ -338,7 +322,7 @@ def test_scales_of_others_become_those_that_the_file_holds(grain: str, tmp_path:
     loaded = model()
     load_quantized(loaded, tmp_path / "out")
     again = export_model(loaded, tmp_path / "again", "float-quantized")
-    assert same(
+    assert_same(
         load_file(tmp_path / "again" / "model.safetensors")["up.weight_scale"],
         tensors["up.weight_scale"],
     )
@@ -370,7 +354,7 @@ def test_readers_find_the_values_of_modelopt(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     source, out = tmp_path / "model.safetensors", tmp_path / "out"
     net = model()
-    net.lm_head = torch.nn.Linear(128, 32, bias=False).bfloat16()
+    net.lm_head = torch.nn.Linear(128, 16, bias=False).bfloat16()
     ottava.checkpoint.save_model(net, source)
 
     def run(*arguments: object) -> Any:

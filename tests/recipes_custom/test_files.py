@@ -60,29 +60,24 @@ grad_output = "keeper"
 rowwise = "alpha"
 columnwise = "identity"
 """
-# Layer, role: rowwise, columnwise, line in YAML, place in TOML, line of the rule, place of it.
+# Layer, role: rowwise, columnwise, line in YAML, line of the rule.
 SERVES = [
-    ("head", "weight", "identity", "identity", 5, "layers[0].all", 4, "layers[0]"),
-    ("blocks.0.up", "grad_output", "identity", "identity", 5, "layers[0].all", 4, "layers[0]"),
-    ("blocks.1.up", "input", "alpha E4M3", "alpha E4M3", 7, "layers[1].forward", 6, "layers[1]"),
-    ("blocks.1.up", "output", "alpha E4M3", "alpha E4M3", 7, "layers[1].forward", 6, "layers[1]"),
-    (
-        *("blocks.1.up", "grad_output", "alpha E5M2, flag=True", "alpha E5M2, flag=True"),
-        *(8, "layers[1].backward", 6, "layers[1]"),
-    ),
-    ("blocks.1.down", "input", "alpha E4M3", "identity", 13, "layers[2].input", 12, "layers[2]"),
-    (
-        *("blocks.1.down", "weight", "weights: Q E5M2", "weights: Q E5M2"),
-        *(14, "layers[2].weight", 12, "layers[2]"),
-    ),
-    (
-        *("blocks.1.down", "grad_output", "keeper E4M3", "keeper E4M3"),
-        *(15, "layers[2].grad_output", 12, "layers[2]"),
-    ),
-    ("blocks.1.down", "grad_input", "alpha E5M2", "alpha E5M2", 2, "default", None, None),
-    ("blocks.1.qkv", "weight", "alpha E4M3", "alpha E4M3", 2, "default", None, None),
-    ("", "input", "alpha E4M3", "alpha E4M3", 2, "default", None, None),
+    ("head", "weight", "identity", "identity", 5, 4),
+    ("blocks.0.up", "grad_output", "identity", "identity", 5, 4),
+    ("blocks.1.up", "input", "alpha E4M3", "alpha E4M3", 7, 6),
+    ("blocks.1.up", "output", "alpha E4M3", "alpha E4M3", 7, 6),
+    ("blocks.1.up", "grad_output", "alpha E5M2, flag=True", "alpha E5M2, flag=True", 8, 6),
+    ("blocks.1.down", "input", "alpha E4M3", "identity", 13, 12),
+    ("blocks.1.down", "weight", "weights: Q E5M2", "weights: Q E5M2", 14, 12),
+    ("blocks.1.down", "grad_output", "keeper E4M3", "keeper E4M3", 15, 12),
+    ("blocks.1.down", "grad_input", "alpha E5M2", "alpha E5M2", 2, None),
+    ("blocks.1.qkv", "weight", "alpha E4M3", "alpha E4M3", 2, None),
+    ("", "input", "alpha E4M3", "alpha E4M3", 2, None),
 ]
+#: Line in YAML -> place in TOML.
+PLACES = {2: "default", 4: "layers[0]", 6: "layers[1]", 12: "layers[2]", 5: "layers[0].all"}
+PLACES |= {7: "layers[1].forward", 8: "layers[1].backward", 13: "layers[2].input"}
+PLACES |= {14: "layers[2].weight", 15: "layers[2].grad_output"}
 
 
 def role(name: str, tensor_type: str) -> QuantizerRole:
@@ -105,16 +100,15 @@ def test_what_serves_a_role(tmp_path: Path, suffix: str, ending: str) -> None:
     is_toml = suffix == "toml"
     text = "\ufeff" + (TOML if is_toml else YAML).replace("\n", ending)
     loaded = load_factory(write(tmp_path, text, f"model.{suffix}"))
-    for name, tensor_type, rowwise, columnwise, *places in SERVES:
+    for name, tensor_type, rowwise, columnwise, line, rule_line in SERVES:
         found = loaded.explain(role(name, tensor_type))
-        line, path, rule_line, rule_path = places
         assert (found.rowwise, found.columnwise) == (rowwise, columnwise)
-        assert found.place == (path if is_toml else f"line {line}")
-        if rule_path is None:
+        assert found.place == (PLACES[line] if is_toml else f"line {line}")
+        if rule_line is None:
             assert found.rule is None
         else:
             assert found.rule in loaded.rules()
-            assert found.rule.place == (rule_path if is_toml else f"line {rule_line}")
+            assert found.rule.place == (PLACES[rule_line] if is_toml else f"line {rule_line}")
     assert [rule.text for rule in loaded.rules()] == ["head, blocks.0.*", "blocks.*.up", "*.down"]
 
 

@@ -260,28 +260,6 @@ def test_an_option_of_a_side_is_not_set_on_the_hybrid(side: str) -> None:
 # -- in layers --
 
 
-@pytest.mark.parametrize("primary", [False, True])
-def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
-    recipe = CustomRecipe(by_direction("custom", lambda role: reference(E5M2)))
-    with ottava.quantized_model_init(recipe, enabled=primary):
-        layer: Any = ottava.nn.Linear(8, 4, bias=False, recipe=recipe)
-    weight = layer.weight.get_high_precision_init_val() if primary else layer.weight.detach()
-    x, dy = torch.randn(5, 8, requires_grad=True), torch.randn(5, 4)
-    y = layer(x)
-    y.backward(dy)
-
-    def exact(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-        return reference(dtype)(tensor.detach()).dequantize(torch.float64)
-
-    qdy = exact(E5M2, dy)
-    for found, expected in (
-        (y, exact(E4M3, x) @ exact(E4M3, weight).t()),
-        (x.grad, qdy @ exact(E5M2, weight)),
-        (layer.weight.grad, qdy.t() @ exact(E5M2, x)),
-    ):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.xdist_group("forking")
 @pytest.mark.parametrize(
     "read",

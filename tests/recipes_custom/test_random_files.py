@@ -110,14 +110,6 @@ def check_rules(rules: RandomRules) -> None:
             assert lines[int(place.removeprefix("line "))] == serving(rules, name, role)
 
 
-@settings(max_examples=25)
-@given(rules)
-def test_the_rule_that_serves(rules: RandomRules) -> None:
-    check_rules(rules)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000)
-@given(rules)
-def test_the_rules_that_serve_in_many_files(rules: RandomRules) -> None:
-    check_rules(rules)
+@pytest.mark.parametrize("examples", [25, pytest.param(2000, marks=pytest.mark.slow)])
+def test_the_rule_that_serves(examples: int) -> None:
+    settings(max_examples=examples)(given(rules)(check_rules))()

@@ -4,7 +4,6 @@ conformance kit compiles converted models.)"""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,55 +60,32 @@ def train(net: Any, run: Any) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(lambda net, part: part(in_a_region(net)), id="a region inside"),
-        pytest.param(
-            lambda net, part: in_a_region(recomputed(part(net))),
-            id="a region and a checkpoint outside",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_steps_have_the_bytes_of_eager_ones(
-    way: Callable[[Any, Callable[[Any], Any]], Any],
-) -> None:
-    """Of the steps ``way`` compiles a part."""
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_steps_have_the_bytes_of_eager_ones(inside: bool) -> None:
+    """With the region inside of what is compiled, or with a region and a checkpoint around it."""
     torch._dynamo.reset()
     net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()).bfloat16()
     net = ottava.convert(net, RECIPE)
     twin: Any = copy.deepcopy(net)
-    eager, traced = way(net, lambda run: run), way(twin, compiled)
+    eager = in_a_region(net if inside else recomputed(net))
+    traced = compiled(in_a_region(twin)) if inside else in_a_region(recomputed(compiled(twin)))
     assert_same(train(twin, traced), train(net, eager))
     assert (twin[0].recipe_state.scale != 1).all()
 
 
-def write_and_copy(net: Any) -> Any:
-    """A copy of a model whose weights were written to before its first step."""
-    with torch.no_grad():
-        for layer in net:
-            layer.weight.mul_(3)
-    return copy.deepcopy(net)
-
-
-@pytest.mark.parametrize(
-    ("layers", "prepared"),
-    [
-        pytest.param(2, lambda net: net, id="two layers"),
-        pytest.param(1, write_and_copy, id="written to and copied"),
-    ],
-)
-def test_quantized_weights_are_recorded_from_the_first_step(
-    layers: int, prepared: Callable[[Any], Any]
-) -> None:
+@pytest.mark.parametrize("written", [False, True])
+def test_quantized_weights_are_recorded_from_the_first_step(written: bool) -> None:
     """Compiled passes cannot give a weight the quantizer of its slot."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     with ottava.quantized_model_init(RECIPE):
-        linears = (ottava.nn.Linear(32, 32, recipe=RECIPE) for _ in range(layers))
-        made = ottava.convert(torch.nn.Sequential(*linears), RECIPE)
-    net, twin = (prepared(copy.deepcopy(made)) for _ in range(2))
+        layers = [ottava.nn.Linear(32, 32, recipe=RECIPE) for _ in range(2)]
+    made = ottava.convert(torch.nn.Sequential(*layers), RECIPE)
+    if written:
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight.mul_(3)
+    net, twin = copy.deepcopy(made), copy.deepcopy(made)
     with torch._dynamo.config.patch(error_on_recompile=True):
         results = train(twin, compiled(twin))
     assert_same(results, train(net, net))

@@ -175,23 +175,6 @@ def test_wrapped_models(mesh: DeviceMesh, way: str) -> None:
         alone.assert_equal(net, step, [0, 1])
 
 
-@on_ranks(2)
-def test_a_model_that_was_loaded_after_an_evaluation(mesh: DeviceMesh) -> None:
-    """Layers that only evaluated in a block begin their first step together."""
-    rank, chosen = mesh.get_rank(), recipe()
-    # In a model that nobody converted.
-    trained, net = (Net(*(ottava.nn.Linear(16, 16) for _ in range(3))) for _ in range(2))
-    with ottava.autocast(chosen):
-        trained(shard(0, rank)).sum().backward()
-    with torch.no_grad(), ottava.autocast(chosen):
-        net(shard(0, rank))
-    net.load_state_dict(trained.state_dict())
-    with Collectives() as collectives, ottava.autocast(chosen):
-        net(shard(1, rank))
-    assert collectives.count == 1
-    assert_same(net[0].recipe_state.scale[0], scale_after(range(1), range(2)))
-
-
 @pytest.mark.parametrize("cycle", [True, False])
 @on_ranks(2)
 def test_a_model_that_is_given_up(mesh: DeviceMesh, cycle: bool) -> None:

@@ -19,36 +19,34 @@ from tests.recipes_delayed.slot_oracle import FLOAT32_MAX, Slot, divide, largest
 ROLES = [QuantizerRole("linear", tensor_type) for tensor_type in ("input", "weight", "grad_output")]
 
 
-def third_largest(history: torch.Tensor) -> torch.Tensor:
+def oldest(history: torch.Tensor) -> torch.Tensor:
     """Writes to what it is given, as a user's function may."""
-    entries = history.nan_to_num_(0.0).sort(0, descending=True).values[min(2, len(history) - 1)]
+    entries = history[-1].nan_to_num(0.0, posinf=1.0)
     history.zero_()
     return entries
+
+
+def oldest_of_numbers(history: list[float]) -> float:
+    return {np.inf: 1.0}.get(history[-1], 0.0 if np.isnan(history[-1]) else history[-1])
 
 
 def halved(
     amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
 ) -> torch.Tensor:
-    """Half of the usual scale, at most twice the last one."""
-    finite = amax.nan_to_num(1.0, posinf=torch.inf).clamp(min=1e-30)
-    usual = torch.div(torch.full_like(amax, fp8_max / 2), finite)
+    """Half of the usual scale for finite amaxes from 1 on, at most twice the last one."""
+    usual = torch.div(torch.full_like(amax, fp8_max / 2), amax.nan_to_num(1.0).clamp(1.0, 1e6))
     return scale.copy_(torch.minimum(usual, 2 * scale))
 
 
-def third_of_numbers(history: list[float]) -> float:
-    finite = [0.0 if np.isnan(entry) else min(entry, FLOAT32_MAX) for entry in history]
-    return sorted(finite, reverse=True)[min(2, len(history) - 1)]
-
-
 def half_of_numbers(amax: float, scale: float, fp8_max: float, margin: float) -> float:
-    usual = divide(fp8_max / 2, 1.0 if np.isnan(amax) else max(float(np.float32(1e-30)), amax))
+    usual = divide(fp8_max / 2, 1.0 if np.isnan(amax) else min(max(1.0, amax), 1e6))
     return min(usual, 2 * scale)
 
 
 AMAXES: dict[str, tuple[Any, Any]] = {
     "max": ("max", largest),
     "most_recent": ("most_recent", lambda history: history[0]),
-    "function": (third_largest, third_of_numbers),
+    "function": (oldest, oldest_of_numbers),
 }
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from ottava import GridQuantizer, Layout
 from ottava.cli.main import app
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError
+from ottava.layout import Rotation
 from ottava_testing import Report, Result, Subject, check_recipe, list_checks
 from ottava_testing.compare import same
 from tests.published import published
@@ -119,6 +120,20 @@ class RandomInput(Rows):
         if role.tensor_type == "input":
             return GridQuantizer(Layout(torch.int8, (1, 32), stochastic=True))
         return super().make_quantizer(role)
+
+
+class RotatedInput(RandomInput):
+    """Where a scale is rounded down, the element of the amax saturates."""
+
+    def make_quantizer(self, role: Any, **options: Any) -> Any:
+        rotation = Rotation(32, 0x2D5A96F1, "both")
+        options = {"columnwise": "transposed", "stochastic": True, "rotation": rotation}
+        return GridQuantizer(Layout("E2M1", (1, 32), "UE5M3", **options))
+
+
+def test_an_amax_that_saturates_is_no_rounding_that_is_off() -> None:
+    report = check_recipe(RotatedInput(), only=["stochastic-mean"])
+    assert report.ok, str(report)
 
 
 def test_one_layout_that_rounds_at_random_is_enough() -> None:
