@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,12 @@ def changed(path: str, value: object) -> str:
         (changed("columnwise.amax.block", 1), "amax.block is 1.*a list"),
         (changed("columnwise.candidates", 1), "candidates is 1"),
         (changed("columnwise", "none"), "columnwise is 'none'.*'unstated', 'identity'"),
+        (changed("rowwise.scale.rule", "most"), "rule is 'most'.*pattern"),
+        (changed("rowwise.element.bits", 3), "bits is 3.*enum"),
+        (changed("rowwise.element.nan", 9999), "nan is 9999.*maximum 255"),
+        (changed("rowwise.element.maximum", math.nan), "maximum is nan.*exclusiveMinimum"),
+        (changed("rowwise.scale.maximum", 0), "maximum is 0.0.*exclusiveMinimum"),
+        (changed("rowwise.amax.block", [0, 32]), "block is 0.*minimum 1"),
     ],
 )
 def test_what_is_no_contract_is_refused(text: str, match: str) -> None:

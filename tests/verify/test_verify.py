@@ -23,6 +23,7 @@ from ottava.cli.main import app
 from ottava.contract import Interpretation
 from ottava.contract.steps import takes_scale
 from ottava.errors import OptionError, UsageError
+from ottava.gemm import stored_tensors
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
 from ottava_nvfp4 import NVFP4Quantizer
@@ -559,6 +560,32 @@ def test_two_checkpoints(tmp_path: Path) -> None:
     assert finding.error > 0
     missing = checkpoint(tmp_path / "missing", b__weight=data, b__weight_scale=scales)
     assert verify(other, missing).exit_status == 2
+
+
+def test_a_trainer_with_both_usages_and_a_server_with_ragged_tiles_are_equal(
+    tmp_path: Path,
+) -> None:
+    x = torch.randn(200, 300) * torch.exp(torch.arange(200) / 20)[:, None]
+    q = ottava.get_recipe("blockwise").quantizer("weight").quantize(x)
+    trainer = tmp_path / "trainer.safetensors"
+    save_file({"a.weight": q}, trainer)
+    stored = stored_tensors(q, "rowwise")
+    data, scales = stored["data"].view(E4M3), stored["scales"]
+    server = checkpoint(tmp_path / "server", a__weight=data, a__weight_scale_inv=scales)
+    report = verify(trainer, server)
+    assert report.status == "equal"
+    assert "equal." in "".join(sentences(report))
+
+
+def test_scales_in_tiles_are_decoded_in_rows(tmp_path: Path) -> None:
+    data, scales, amax = planted.nvfp4(X.float())
+    tiles = torch.nn.functional.pad(scales.view(torch.uint8), (0, -scales.shape[1] % 4, 0, 64))
+    tiles = tiles.view(1, 4, 32, -1, 4).permute(0, 3, 2, 1, 4).reshape(tiles.shape).view(E4M3)
+    level = {"a__weight_scale_2": amax.view(1) / 2688}
+    rows = checkpoint(tmp_path / "rows", a__weight=data, a__weight_scale=scales, **level)
+    tiled = checkpoint(tmp_path / "tiled", a__weight=data, a__weight_scale=tiles, **level)
+    values = [quantized_tensors(path)[0].decode() for path in (rows, tiled)]
+    assert_same(values[0], values[1])
 
 
 # The command.

@@ -131,6 +131,13 @@ def _of_published(
     return Quantized(name, "rowwise", stored, title, None, lambda: _decoded(stored, data, scales))
 
 
+def _side(size: int, count: int) -> int:
+    """The side of blocks that are so many: a power of two, unless none fits."""
+    least = -(-size // max(count, 1))
+    power = 1 << max(least - 1, 0).bit_length()
+    return power if -(-size // power) == count else least
+
+
 def _in_rows(stored: Stored, block: int) -> Stored:
     """Tensors of E2M1 whose scales are one for each block of a row, also where they are stored in
     tiles, as products of GPUs read them."""
@@ -157,7 +164,7 @@ def _decoded(stored: Stored, data: Tensor, scales: Tensor) -> Tensor:
     numbers = numbers_of_scales(stored.scales, "E4M3" if is_e4m3 else "E8M0")
     if numbers.dim() != 2:
         numbers = numbers.reshape(-1, 1)
-    down, across = (-(-size // n) for size, n in zip(values.shape, numbers.shape, strict=True))
+    down, across = map(_side, values.shape, numbers.shape)
     grid = Grid((down, across), (values.shape[0], values.shape[1]))
     values = values * grid.spread(numbers)
     if stored.level is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from typing import Any
 from ottava.contract import Contract, Direction
 from ottava.contract.steps import USAGES, Steps, Usage, steps_of
 from ottava.errors import OptionError, OttavaError, translated
-from ottava.filesystem import as_path
+from ottava.filesystem import AnyPath, as_path
 from ottava.recipes import Recipe, get_recipe
 from ottava.recipes.registry import list_recipes
 from ottava.recipes.role import check_of_linear
 from ottava.tensors import Quantizer
 
 #: What a user names a contract by.
-AnyContract = Contract | Recipe | Quantizer | str
+AnyContract = Contract | Recipe | Quantizer | AnyPath
 
 # Values of options that are no flags, each of them alone. A recipe that refuses one goes without.
 _VALUES: Mapping[str, Sequence[object]] = {
@@ -135,6 +136,8 @@ def resolve_contract(
     check_of_linear([role])
     if usage not in USAGES:
         raise OptionError(f"the usage is {usage!r}", expected="rowwise or columnwise")
+    if isinstance(contract, os.PathLike):
+        contract = os.fspath(contract)
     title = contract if isinstance(contract, str) else type(contract).__name__
     if title.startswith("ottava:"):
         return _cited(title, usage)

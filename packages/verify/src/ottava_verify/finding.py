@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,9 +32,8 @@ from ottava_verify.search import (
 )
 from ottava_verify.stored import shapes_of
 
+#: In the order of exit statuses of the command.
 Status = Literal["equal", "departs", "not compared"]
-#: Exit statuses of the command.
-EXIT: dict[Status, int] = {"equal": 0, "departs": 1, "not compared": 2}
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Report:
     @property
     def exit_status(self) -> int:
         """0 equal, 1 departs, 2 cannot be compared."""
-        return EXIT[self.status]
+        return get_args(Status).index(self.status)
 
     def groups(self) -> dict[tuple[object, ...], list[Finding]]:
         """Findings that say the same of tensors with other names."""

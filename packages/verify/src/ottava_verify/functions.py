@@ -1,6 +1,5 @@
 """Calls a function on the inputs of golden vectors, and reads what it returns."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from ottava.cli.references import ANYTHING
-from ottava.contract.numbers import middles
+from ottava.contract.numbers import middles, with_neighbours
 from ottava.contract.steps import Steps, Usage, takes_scale
 from ottava.errors import DTypeError, UsageError, text_of
 from ottava.gemm import Operand, stored_tensors
@@ -96,9 +95,7 @@ def _ties_of_scales(steps: Steps, factor: float) -> Tensor:
     level = steps.second_level
     assert level is not None
     ties = middles(steps.scale.format) * level.maximum
-    zero, more = torch.zeros(()), torch.full((), math.inf)
-    near = [torch.nextafter(ties, zero), ties, torch.nextafter(ties, more)]
-    amaxes = torch.stack(near).flatten().repeat(6)[:2048].view(128, 16, 1)
+    amaxes = with_neighbours(ties).flatten().repeat(6)[:2048].view(128, 16, 1)
     shares = torch.linspace(1.0, 0.1, 16)
     # The first block has the amax of the whole, for which the scale of the second level is 1.
     amaxes[0, 0] = level.bound * level.maximum

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ottava.contract.numbers import magnitudes
+from ottava.contract.numbers import magnitudes, with_neighbours
 from ottava.contract.steps import Steps
 
 _MASK = (1 << 64) - 1
@@ -125,9 +125,7 @@ def ties(steps: Steps) -> Tensor:
     finite = magnitudes(element.format)
     finite = finite[finite <= element.maximum]
     halfway = (finite[:-1] + finite[1:]) / 2
-    zero, more = torch.zeros(()), torch.full((), math.inf)
-    numbers = [halfway, torch.nextafter(halfway, zero), torch.nextafter(halfway, more)]
-    values = torch.stack(numbers, 1).flatten()
+    values = with_neighbours(halfway)[[1, 0, 2]].t().flatten()
     values[1::2] *= -1
     values = torch.nn.functional.pad(values, [0, -len(values) % 30]).view(-1, 2, 15)
     first = torch.full((len(values), 2, 1), element.maximum)

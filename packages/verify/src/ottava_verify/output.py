@@ -61,8 +61,8 @@ def sentences(report: Report) -> Iterator[str]:
 
 def of_finding(finding: Finding) -> Iterator[str]:
     """What a finding says, without its examples."""
+    errors = "; ".join(f"{case}: {text}" for case, text in [*finding.errors.items()][:2])
     if finding.status == "not compared":
-        errors = "; ".join(f"{case}: {text}" for case, text in [*finding.errors.items()][:2])
         yield f"cannot be compared. {finding.note or errors}"
         return
     cited = f" ({finding.citation})" if finding.citation else ""
@@ -74,8 +74,7 @@ def of_finding(finding: Finding) -> Iterator[str]:
         yield f"{finding.note}."
     yield from _causes(finding)
     if finding.errors:
-        first = "; ".join(f"{case}: {text}" for case, text in [*finding.errors.items()][:2])
-        yield f"it fails on {len(finding.errors)} inputs. {first}"
+        yield f"it fails on {len(finding.errors)} inputs. {errors}"
     if finding.kinds:
         kinds = ", ".join(f"{kind}: {count}" for kind, count in finding.kinds.items())
         yield f"inputs of what departs: {kinds}."

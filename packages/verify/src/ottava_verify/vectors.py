@@ -16,7 +16,7 @@ from ottava.errors import UsageError, named
 from ottava.filesystem import AnyPath, replace_file
 from ottava.gemm import side_of, stored_tensors
 from ottava.kernels import fixed_seed
-from ottava.recipes import Recipe
+from ottava.recipes import Recipe, get_recipe
 from ottava.recipes.role import OF_LINEAR, check_of_linear
 from ottava.tensors import Quantizer
 from ottava_verify.inputs import inputs_of
@@ -86,13 +86,13 @@ class Vectors:
         replace_file(path, self.to_bytes())
 
 
-def make_vectors(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> Vectors:
+def make_vectors(recipe: Recipe | str, roles: Sequence[str] = OF_LINEAR) -> Vectors:
     """The vectors of a recipe.
 
     Each expected byte is computed by the quantizer, and from its contract alone.
 
     Args:
-        recipe: any whose contracts are stated.
+        recipe: any whose contracts are stated, or its name.
         roles: tensors of a linear layer: "input", "weight" or "grad_output".
 
     Raises:
@@ -100,6 +100,7 @@ def make_vectors(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> Vectors:
         UsageError: a quantizer's bytes are not those of its contract.
     """
     check_of_linear(roles)
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     quantizers = {role: recipe.quantizer(role) for role in roles}
     by_hash = {each.contract.hash: each for each in quantizers.values()}
     steps = _all_steps(quantizers)
@@ -128,8 +129,8 @@ def _all_steps(quantizers: Mapping[str, Quantizer]) -> list[Steps]:
     steps = []
     for role, quantizer in quantizers.items():
         with named(f"the quantizer of {role}"):
-            for usage in _usages(quantizer.contract):
-                steps.append(steps_of(quantizer.contract, usage))
+            contract = quantizer.contract
+            steps += [steps_of(contract, usage) for usage in _usages(contract)]
     return steps
 
 

@@ -54,7 +54,7 @@ def verify(
     The exit status is 0 if all bytes are equal, 1 if some depart, and 2 if they cannot be compared.
     """
     from ottava_verify import output
-    from ottava_verify import verify as verify_subject
+    from ottava_verify.verifying import verify as verify_subject
 
     outputs = (Output("--json", json_file, output.JSON), Output("--html", html, output.PAGE))
     check_outputs(outputs, (SUBJECT, OTHER, source), force)

@@ -309,6 +309,8 @@ def _search_together(group: Sequence[_Search]) -> None:
 def verify_checkpoints(one: AnyPath, other: AnyPath) -> Report:
     """Compare the quantized tensors of two checkpoints, in bytes and decoded.
 
+    Of a tensor that one of them has for both usages, the one that both have is compared.
+
     Raises:
         CheckpointError: a checkpoint is damaged, or cannot be read.
     """
@@ -317,14 +319,15 @@ def verify_checkpoints(one: AnyPath, other: AnyPath) -> Report:
         for path in (one, other)
     ]
     findings = []
+    names = [{name for name, _ in side} for side in sides]
     for key in dict.fromkeys((*sides[0], *sides[1])):
         pair = [side[key] for side in sides if key in side]
-        if len(pair) == 1:
+        if len(pair) == 2:
+            findings.append(_of_pair(*pair))
+        elif key[0] not in names[0] & names[1]:
             missing = other if key in sides[0] else one
             note = f"{missing} has no such quantized tensor"
             findings.append(Finding(pair[0].title, "not compared", note=note))
-        else:
-            findings.append(_of_pair(*pair))
     return Report(str(one), str(other), tuple(findings))
 
 

@@ -58,12 +58,9 @@ def _long(size: int) -> Callable[[Steps], Sides]:
     return block
 
 
-def _other_half(steps: Steps) -> str:
-    return "low" if steps.storage.first == "high" else "high"
-
-
-def _other_matrix(steps: Steps) -> str:
-    return "tensor" if steps.storage.held == "transpose" else "transpose"
+def _other(name: str, words: tuple[str, str]) -> dict[str, Any]:
+    """The other one of two words for a choice of the storage."""
+    return {f"storage.{name}": lambda s: words[getattr(s.storage, name) == words[0]]}
 
 
 def _block(block: object) -> dict[str, Any]:
@@ -207,8 +204,8 @@ WAYS: dict[str, Mapping[str, Any]] = {
     "block-tile": _block((128, 128)),
     "transform-none": {"transform": None},
     "transform-added": {"transform": _RHT},
-    "nibbles": {"storage.first": _other_half},
-    "held-other": {"storage.held": _other_matrix},
+    "nibbles": _other("first", ("low", "high")),
+    "held-other": _other("held", ("tensor", "transpose")),
     # Step 2.
     "transform-unscaled": {"transform_factor": _fixed(lambda q: q.one)},
     # Step 3.

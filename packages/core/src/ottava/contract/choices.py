@@ -1,5 +1,6 @@
 """The choices of one usage, step by step, each with what it says."""
 
+import struct
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -34,6 +35,9 @@ RULES = {
     "(min(amax, FLT_MAX) / maximum) * S times the factor; at most the largest number of the "
     "format, rounded to nearest even; NaN of NaN",
 }
+#: Limits of numbers: sides of blocks, and what values are divided by.
+_SIDE = {"minimum": 1}
+_POSITIVE = {"exclusiveMinimum": 0.0, "maximum": struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]}
 #: Before the name of a rule that somebody has registered, and whose formula is not stated.
 OWN = "own:"
 _RULES_SAY = "from amax to scale: " + "; ".join(f"{name}: {text}" for name, text in RULES.items())
@@ -58,8 +62,14 @@ class Source:
 class Transform:
     """Step 2: a Hadamard transform of groups, ``x * diag(signs) * H / sqrt(size)``."""
 
-    size: Annotated[int, "elements of a group along the summed dimension"]
-    signs: Annotated[str, "hexadecimal: the sign of element i is minus where bit i is set"]
+    size: Annotated[
+        int, "elements of a group along the summed dimension", {"enum": [16, 32, 64, 128]}
+    ]
+    signs: Annotated[
+        str,
+        "hexadecimal: the sign of element i is minus where bit i is set",
+        {"pattern": "^0x[0-9a-f]{1,32}$"},
+    ]
     matrix: Annotated[Literal["sylvester"], "H: of [1], each time [[H, H], [H, -H]]"]
     sums: Annotated[Literal["butterfly 1 2 4"], "(a + b, a - b) at strides 1, 2, 4 and so on"]
     factor: Annotated[Literal["float32(1/sqrt(size))"], "the sums are multiplied by it, at the end"]
@@ -78,10 +88,11 @@ class Amax:
     there is one block, even if the tensor is empty. The padding of step 2 belongs to the tensor.
     """
 
-    block: Annotated[Sides, "rows and columns of the tensor that have one scale"]
+    block: Annotated[Sides, "rows and columns of the tensor that have one scale", _SIDE]
     area: Annotated[
         Sides | None,
         "rows and columns whose blocks all have the largest amax of them, and one scale",
+        _SIDE,
     ]
     nan: Annotated[Literal["ignored", "propagates"], "what a NaN does"]
     ranks: Annotated[
@@ -96,9 +107,9 @@ class SecondLevel:
     ``S_inv = 1 / S``. The amax ignores NaN; an amax of 0 gives FLT_MAX. ``min(amax, FLT_MAX)`` is
     stored."""
 
-    over: Annotated[Sides, "rows and columns of the tensor that have one S"]
-    bound: Annotated[float, "the scale that S gives to the block with the largest amax"]
-    maximum: Annotated[float, "the largest element"]
+    over: Annotated[Sides, "rows and columns of the tensor that have one S", _SIDE]
+    bound: Annotated[float, "the scale that S gives to the block with the largest amax", _POSITIVE]
+    maximum: Annotated[float, "the largest element", _POSITIVE]
 
 
 @dataclass(frozen=True)
@@ -110,9 +121,11 @@ class Scale:
         "of the stored scale. E8M0: 2^(code - 127), and NaN for 255. E4M3: as OCP defines it. "
         "UE5M3: 5 bits of exponent with bias 15 and 3 of mantissa, no sign, and NaN for 255",
     ]
-    rule: Annotated[str, _RULES_SAY]
-    maximum: Annotated[float, "the largest element, in the formula of the rule"]
-    epsilon: Annotated[float, "a smaller amax is replaced by it, rounded to float32"]
+    rule: Annotated[str, _RULES_SAY, {"pattern": f"^({'|'.join(RULES)}|{OWN}.+)$"}]
+    maximum: Annotated[float, "the largest element, in the formula of the rule", _POSITIVE]
+    epsilon: Annotated[
+        float, "a smaller amax is replaced by it, rounded to float32", {"minimum": 0.0}
+    ]
     infinite: Annotated[
         Literal["float32", "source", "none"],
         "an infinite quotient becomes the largest number of float32, or of the input's dtype",
@@ -135,6 +148,7 @@ class Candidates:
         tuple[float, ...],
         "float32 factors of the scale before it is rounded; for scales that are float32 or E8M0 "
         "of the amax, before epsilon",
+        _POSITIVE,
     ]
     error: Annotated[Literal["MAE", "MSE"], "magnitudes, or squares, of decoded minus value"]
     decoded: Annotated[
@@ -159,11 +173,13 @@ class Element:
         "E4M3 to E3M2: as OCP defines them, the sign first. INT8, INT4: integers in two's "
         "complement. MXINT8, MXINT8S: these times 2^-6",
     ]
-    bits: Annotated[int, "of a code"]
-    maximum: Annotated[float, "a larger magnitude, infinities included, becomes this number"]
-    least: Annotated[float, "a smaller number becomes this one"]
+    bits: Annotated[int, "of a code", {"enum": [4, 6, 8]}]
+    maximum: Annotated[
+        float, "a larger magnitude, infinities included, becomes this number", _POSITIVE
+    ]
+    least: Annotated[float, "a smaller number becomes this one", {"exclusiveMaximum": 0.0}]
     rounding: Annotated[Literal["nearest even", "stochastic"], "to a neighbour"]
-    nan: Annotated[int, "the code that NaN becomes"]
+    nan: Annotated[int, "the code that NaN becomes", {"minimum": 0, "maximum": 255}]
     zero: Annotated[Literal["signed", "unsigned"], "whether the sign of zero is kept"]
 
 
@@ -180,7 +196,7 @@ class Random:
         "padding of step 2",
     ]
     counter: Annotated[Literal["block, stream"], "64 bits of each, low words first"]
-    stream: Annotated[int, "0 or 1"]
+    stream: Annotated[int, "0 or 1", {"enum": [0, 1]}]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ from ottava.contract.numbers import (
     power_of_two,
 )
 from ottava.contract.steps import Grid, Usage, check_given, steps_of
+from ottava.errors import DTypeError
 from ottava.formats import IntegerFormat
 
+_DTYPES = torch.float32, torch.bfloat16, torch.float16
 _MASK = (1 << 32) - 1
 
 
@@ -61,6 +63,7 @@ class Interpretation:
         levels: the second level that is taken instead of the matrix's own; None for its own.
 
     Raises:
+        DTypeError: x is no matrix of these dtypes.
         OptionError: a choice is not stated, or the seed or the scale is missing.
     """
 
@@ -74,6 +77,9 @@ class Interpretation:
         scale: float | None = None,
     ) -> None:
         self.steps = steps_of(contract, usage)
+        if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.dim() != 2:
+            words = f"a {x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x)
+            raise DTypeError(f"x is {words}", "a matrix in float32, bfloat16 or float16")
         check_given(self.steps, seed, scale)
         self.usage = usage
         self.x = x

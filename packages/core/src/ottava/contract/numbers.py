@@ -45,6 +45,12 @@ def middles(name: str) -> Tensor:
     return (numbers[:-1] + numbers[1:]) / 2
 
 
+def with_neighbours(numbers: Tensor) -> Tensor:
+    """Three rows: the next smaller float32, the numbers, and the next larger one."""
+    zero, more = torch.zeros(()), torch.full((), math.inf)
+    return torch.stack([torch.nextafter(numbers, zero), numbers, torch.nextafter(numbers, more)])
+
+
 @cache
 def numbers_of_codes(name: str) -> Tensor:
     """The number of each code of a format, float32; NaN where no finite number has it."""

@@ -9,7 +9,8 @@ from torch import Tensor
 from ottava.contract import choices as parts
 from ottava.contract.choices import Direction
 from ottava.contract.contract import Contract
-from ottava.errors import OptionError
+from ottava.contract.numbers import format_of
+from ottava.errors import DTypeError, OptionError
 
 Usage = Literal["rowwise", "columnwise"]
 USAGES: tuple[Usage, Usage] = ("rowwise", "columnwise")
@@ -36,8 +37,14 @@ def steps_of(contract: Contract, usage: Usage) -> Steps:
     """The steps of a usage.
 
     Raises:
-        OptionError: a choice is not stated, or the values are kept as they come.
+        DTypeError: the contract is none.
+        OptionError: a choice is not stated, or the values are kept as they come; the usage or the
+            bits of elements are none that there are.
     """
+    if not isinstance(contract, Contract):
+        raise DTypeError(f"the contract is a {type(contract).__name__}", "an ottava.Contract")
+    if usage not in USAGES:
+        raise OptionError(f"the usage is {usage!r}", expected="rowwise or columnwise")
     choices = getattr(contract, usage)
     if choices == "identity":
         raise OptionError(
@@ -51,6 +58,9 @@ def steps_of(contract: Contract, usage: Usage) -> Steps:
     steps = Steps(**vars(choices))
     if steps.scale.rule.startswith("own:"):
         raise _unstated(f"{usage}.scale.rule", steps.scale.rule)
+    if steps.element.bits != format_of(steps.element.format).bits:
+        bits = format_of(steps.element.format).bits
+        raise OptionError(f"element.bits is {steps.element.bits}", expected=str(bits))
     return steps
 
 
@@ -60,8 +70,8 @@ def check_given(steps: Steps, seed: int | None, scale: float | None) -> None:
     Raises:
         OptionError: the seed or the scale is missing.
     """
-    if steps.random is not None and seed is None:
-        raise OptionError("seed is None", expected="the seed of the random words")
+    if steps.random is not None and (seed is None or not 0 <= seed < 1 << 64):
+        raise OptionError(f"seed is {seed}", expected="the seed of the random words, of 64 bits")
     if takes_scale(steps) and scale is None:
         raise OptionError("scale is None", expected="the scale, which comes from outside")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from ottava.contract.steps import Usage
-from ottava.errors import UsageError
+from ottava.contract.steps import USAGES, Usage
+from ottava.errors import OptionError, UsageError
 from ottava.tensors.operand import Operand, Side, as_matrix
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -66,8 +66,11 @@ def stored_tensors(x: Matrix, usage: Usage) -> dict[str, Tensor]:
         level as a vector, where there is one.
 
     Raises:
+        OptionError: there is no such usage.
         UsageError: the usage is not held, or its elements and scales are on no grid.
     """
+    if usage not in USAGES:
+        raise OptionError(f"the usage is {usage!r}", expected="rowwise or columnwise")
     side = side_of(x, usage == "columnwise")
     if side is None:
         raise UsageError(
