@@ -104,6 +104,13 @@ PROGRAMS: dict[str, list[Any]] = {
         runs(0, Use(0, 0, 0, blocks=("calibrating", "A"))),
         ("run", (0, [Use(1, 0, 0, blocks=("calibrating A",))], True, "train", None)),
     ],
+    "a calibrating block that is recomputed after one of another recipe": [
+        runs(
+            0,
+            Use(1, 0, 0, blocks=("B", "calibrating"), recompute=True),
+            Use(1, 0, 0, blocks=("calibrating A",)),
+        )
+    ],
     "a calibrating block that fails": [
         *(("enter", ("calibrating A", True)), runs(1, ONE), ("leave", (True,)), ENTER_A, LEAVE)
     ],

@@ -99,6 +99,10 @@ def resolve_call(
     last = None if task == NO_BACKWARD else binding.last
     first, of_block = resolve_microbatch(first, last, task)
     recipe, group, calibrating = resolve_recipe(binding.recipe, last, region, task)
+    if calibrating and task != NO_BACKWARD:
+        # A recomputed pass computes in high precision, as the calibrating one did, and leaves the
+        # layer the state that it has now.
+        recipe = None
     state = resolve_state(layer, recipe, group, compiling)
     if state is None:
         recipe = None
