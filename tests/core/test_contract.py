@@ -199,6 +199,12 @@ def test_what_is_no_contract_is_refused(text: str, match: str) -> None:
         Contract.of_json(text)
 
 
+def test_a_whole_number_may_be_an_integer() -> None:
+    contract = Contract.of_json(changed("rowwise.scale.maximum", 6))
+    assert contract == Contract.of_layout(NVFP4)
+    assert type(contract.rowwise.scale.maximum) is float  # type: ignore[union-attr]
+
+
 def test_steps_may_be_unstated() -> None:
     contract = Contract.of_layout(NVFP4)
     assert isinstance(contract.rowwise, Direction)

@@ -82,6 +82,13 @@ def reciprocal(amax: Tensor) -> tuple[Tensor, Tensor]:
     return scale, divide(1.0, scale)
 
 
+def chosen(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """As an observer of the least error chooses: some amaxes are made smaller."""
+    factor = torch.where(amax.view(torch.int32) % 2 == 0, 0.83, 0.94)
+    inverse = divide(1.0, divide(448.0, amax * factor))
+    return divide(1.0, inverse), inverse
+
+
 def epsilon_added(amax: Tensor) -> tuple[Tensor, Tensor]:
     scale = divide(448.0, amax + 1e-4)
     return scale, divide(1.0, scale)
@@ -236,6 +243,7 @@ PLANTED = [
     Planted("added-0.0001", partial(fp8, scales=epsilon_added), "current"),
     Planted("scale-bfloat16", partial(fp8, scales=partial(rounded_scale, BF16)), "current"),
     Planted("scale-float16", partial(fp8, scales=partial(rounded_scale, F16)), "current"),
+    Planted("scales-chosen", partial(fp8, scales=chosen), "current"),
     Planted("divided", partial(fp8, product=lambda x, scale, inverse: x / inverse), "current"),
     Planted("product-bfloat16", partial(fp8, product=through_bf16), "current"),
     Planted("source-bfloat16", partial(fp8, source=BF16), "current"),

@@ -256,6 +256,23 @@ def test_the_first_ten_and_the_kinds_are_told() -> None:
     assert first.value == start.abs().max()
     departing = finding.agreement.elements - finding.agreement.equal_elements
     assert sum(finding.kinds.values()) == departing
+    assert [each.kind for each in finding.examples] == ["scale"] * 5 + ["element"] * 5
+
+
+def test_the_kinds_of_elements_and_the_error() -> None:
+    """With a scale of 1: a tie, what is beyond E4M3, zero, and another number."""
+    x = torch.tensor([[448.0, 17.0, 1000.0, 0.0, 5.0]])
+    contract = resolve_contract("delayed").contract
+    made = Interpretation(contract, "rowwise", x, scale=1.0)
+    data = made.parts["data"] ^ torch.tensor([[0, 1, 2, 0x80, 1]], dtype=torch.uint8)
+    stored = Stored.of(data, made.parts["scales"])
+    case = Case("x", x, stored, scale=1.0)
+    expected = resolve_contract(contract)
+    found = finding("f", [case], match([case], [Explanation(expected)], most_turns=0), expected)
+    assert found.kinds == {"a tie": 1, "beyond the largest element": 1, "zero": 1, "other": 1}
+    values, wrong = ([448.0, 16.0, 448.0, 0.0, 5.0], [448.0, 18.0, 384.0, 0.0, 5.5])
+    squares = [sum((a - b) ** 2 for a, b in zip(values, wrong, strict=True)), math.hypot(*values)]
+    assert found.error == pytest.approx(math.sqrt(squares[0]) / squares[1])
 
 
 def plain_finding(contract: Any, usage: Any, *made: torch.Tensor, x: torch.Tensor) -> Finding:
@@ -317,13 +334,10 @@ def test_unusual_inputs_are_told_apart() -> None:
 
 
 def test_what_explains_some_inputs_is_no_cause() -> None:
-    """More inputs than a search looks at first, of which every second one has another rule."""
+    """More inputs than a search looks at first, of which every second one has another turn."""
     inputs = [X[: 64 >> i % 2, :32].float() for i in range(14)]
-    rules = [("floor", "nearest")[i % 2] for i in range(14)]
-    cases = [
-        Case("", x, Stored.of(*planted.mx(x, rule=rule)))
-        for x, rule in zip(inputs, rules, strict=True)
-    ]
+    turns: list[Any] = [{"rule": "floor"}, {"rule": "up", "elements": planted.towards_zero}]
+    cases = [Case("", x, Stored.of(*planted.mx(x, **turns[i % 2]))) for i, x in enumerate(inputs)]
     expected = Explanation(resolve_contract("mxfp8"))
     result = match(cases, [expected], most_turns=1)
     assert result.exact == ()
@@ -562,6 +576,30 @@ def test_two_checkpoints(tmp_path: Path) -> None:
     assert verify(other, missing).exit_status == 2
 
 
+def test_equal_bytes_that_mean_something_else_depart(tmp_path: Path) -> None:
+    """Another format of elements, and another second level."""
+    data, scales = planted.fp8(X.float())
+    packed, block_scales, amax = planted.nvfp4(X.float())
+    level = amax.view(1) / 2688
+    pairs = [
+        [{"weight": data.view(dtype), "weight_scale": scales} for dtype in (E4M3, planted.E5M2)],
+        [
+            {"weight": packed, "weight_scale": block_scales, "weight_scale_2": level * factor}
+            for factor in (1, 2)
+        ],
+    ]
+    for pair in pairs:
+        paths = []
+        for number, tensors in enumerate(pair):
+            named = {f"a__{name}": tensor for name, tensor in tensors.items()}
+            paths.append(checkpoint(tmp_path / str(number), **named))
+        (found,) = verify(*paths).findings
+        assert found.status == "departs"
+        assert found.error
+    assert found.agreement is not None
+    assert not found.agreement.is_exact
+
+
 def test_a_trainer_with_both_usages_and_a_server_with_ragged_tiles_are_equal(
     tmp_path: Path,
 ) -> None:
@@ -620,7 +658,11 @@ def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_pat
     assert value["findings"][0]["causes"] == [
         ["bytes are those of mxfp8(scale_rounding=floor), weight, rowwise"]
     ]
+    (tmp_path / "<b>.safetensors").write_bytes((tmp_path / "q.safetensors").read_bytes())
+    run("<b>.safetensors", *source, "--contract", "mxfp8", *outputs)
     page = (tmp_path / "report.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
     assert "mxfp8(scale_rounding=floor)" in page
     assert not {"http:", "https:"} & set(re.findall(r"https?:", page))
     assert run("q.safetensors", "q.safetensors")[0] == 0

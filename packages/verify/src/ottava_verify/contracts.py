@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ottava.contract import Contract, Direction
@@ -56,7 +57,8 @@ class Named:
     @property
     def citation(self) -> str:
         """The citation of the contract under the name of its recipe."""
-        return self.contract.citation(re.split(r"[ ,(]", self.name.removeprefix("the "))[0])
+        name = re.split(r"[ ,(]", self.name.removeprefix("the "))[0]
+        return self.contract.citation(Path(name).stem)
 
 
 def contracts_of_recipes() -> list[Named]:

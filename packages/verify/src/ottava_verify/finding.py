@@ -357,9 +357,7 @@ def _shapes(named: Named, cases: Sequence[Case]) -> str:
         f"and scales {tuple(stored.scales.shape)} as {dtype}; the contract has {expected.data} "
         f"bytes, and scales {expected.scales} in {steps.scale.format}"
     )
-    level, step = stored.level, steps.second_level
-    if level is None and step is None:
-        return text
-    has = 0 if level is None else level.numel()
-    needs = 0 if step is None else math.prod(Grid(step.over, case.shape).counts)
-    return f"{text}; the second level has {has} numbers, and the contract's {needs}"
+    if stored.level is not None and steps.second_level is not None:
+        needs = math.prod(Grid(steps.second_level.over, case.shape).counts)
+        text += f"; the second level has {stored.level.numel()} numbers, and the contract's {needs}"
+    return text

@@ -122,10 +122,14 @@ class Explanation:
         """Whether it reproduces all bytes."""
         return self.agreement is not None and self.agreement.is_exact
 
+    def takes(self, *parts: str) -> bool:
+        """Whether a turn takes one of these parts for right as it was stored."""
+        return any(turn.takes_stored in parts for turn in self.turns)
+
     @property
     def takes_stored(self) -> bool:
-        """Whether a turn takes what was stored for right, and so explains too much."""
-        return any(turn.takes_stored for turn in self.turns)
+        """Whether a turn takes something as it was stored, and so explains too much."""
+        return self.takes("level", "scales")
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -283,8 +287,13 @@ def compare(explanation: Explanation, case: Case) -> Comparison | None:
         levels = levels_of(stored, made)
         if levels is None and stored.level_is != (MISSING,):
             return None
-        if explanation.takes_stored:
+        if explanation.takes("level"):
             made.levels = levels
+    if explanation.takes("scales"):
+        if steps.amax.area is not None:
+            return None
+        scales = stored.scales.t() if steps.storage.held == "transpose" else stored.scales
+        made.take_scales(scales)
     return Comparison(case.name, made, stored)
 
 
@@ -368,7 +377,11 @@ class Result(NamedTuple):
 
 
 def match(
-    cases: Sequence[Case], starts: Iterable[Explanation], *, most_turns: int = MOST_TURNS
+    cases: Sequence[Case],
+    starts: Iterable[Explanation],
+    *,
+    most_turns: int = MOST_TURNS,
+    table: Sequence[Turn] = TURNS,
 ) -> Result:
     """The contracts and turns that reproduce all bytes of all cases.
 
@@ -376,6 +389,7 @@ def match(
         cases: matrices with what was stored of them.
         starts: contracts, or what explains some of the cases, the most likely one first.
         most_turns: how many more wrong turns are tried together.
+        table: the turns that are tried.
     """
     # Explanations are compared by some of many cases before all cases are looked at.
     probe = cases[:: -(-len(cases) // _PROBED)]
@@ -390,15 +404,16 @@ def match(
     tried = list(beam)
     too_much: tuple[Explanation, ...] = ()
     for _ in range(most_turns):
-        found = [more for explanation in beam for more in explanation.turned(probe)]
+        found = [more for explanation in beam for more in explanation.turned(probe, table)]
         exact = _exact(found, cases)
         # What takes something as it was stored explains too much: one more turn may do without.
         right = tuple(each for each in exact if not each.takes_stored)
         if right or too_much:
             return Result(right or too_much)
         too_much = exact
+        found = [each for each in found if not each.takes("scales", *(["level"] * bool(exact)))]
         tried += found
-        beam = _most_promising([each for each in found if not (exact and each.takes_stored)])
+        beam = _most_promising(found)
     nearest = max((each for each in tried if each.agreement), key=lambda e: e.score, default=None)
     return Result(too_much, nearest.of(cases) if nearest and not too_much else None)
 

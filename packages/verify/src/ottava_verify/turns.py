@@ -35,7 +35,8 @@ class Turn:
             functions of the steps that give them; and quantities of an
             :class:`~ottava.contract.Interpretation`, with other ways to compute them.
         view: how stored tensors are looked at.
-        takes_stored: whether it takes what was stored for right, and so explains too much.
+        takes_stored: what it takes for right as it was stored, and so explains too much: the
+            ``"level"``, the ``"scales"``, or nothing.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Turn:
     says: str
     edits: Mapping[str, Any]
     view: View | None
-    takes_stored: bool
+    takes_stored: str
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _turns() -> Iterator[Turn]:
             for path, value in row.get("edits", {}).items()
         }
         edits |= WAYS.get(key, {})
-        of, takes_stored = row.get("of", {}), row.get("takes_stored", False)
+        of, takes_stored = row.get("of", {}), row.get("takes_stored", "")
         for value in row.get("values", [""]):
             text = f"{value:g}" if isinstance(value, float) else value
             name, says = key.format(text), row["says"].format(text)

@@ -25,24 +25,13 @@ _LARGE = 1 << 15
 _TOGETHER = 4
 
 
-# What is compared -> the arguments that say more of it, the one that it needs, words for errors.
-_KINDS = {
-    "a function": (
-        {"contract", "role", "usage", "options", "as_numpy", "inputs", "name"},
-        "contract",
-        "a function and a contract; or the path of a checkpoint",
-    ),
-    "a checkpoint": (
-        {"source", "contract", "role", "options"},
-        "source",
-        "its source in high precision; or another checkpoint to compare it with",
-    ),
-    "two checkpoints": (
-        set(),
-        "",
-        "two checkpoints alone; each may be compared with its source besides",
-    ),
+# What is compared -> the arguments that say more of it; and the one that it needs.
+_TAKES = {
+    "a function": {"contract", "role", "usage", "options", "as_numpy", "inputs", "name"},
+    "a checkpoint": {"source", "contract", "role", "options"},
+    "two checkpoints": set(),
 }
+_NEEDS = {"a function": "contract", "a checkpoint": "source"}
 
 
 def verify(
@@ -66,11 +55,11 @@ def verify(
     if callable(subject):
         kind, options = "a function", options | {"other": other}
     given = {name: value for name, value in options.items() if value}
-    takes, needed, expected = _KINDS[kind]
-    for name in given.keys() - takes:
+    expected = "a function and a contract, a checkpoint and its source, or two checkpoints"
+    for name in given.keys() - _TAKES[kind]:
         raise OptionError(f"{kind}, with {name}", expected=expected)
-    if needed and needed not in given:
-        raise UsageError(f"{kind} without {needed}", expected=expected)
+    if _NEEDS.get(kind, kind) not in (*given, kind):
+        raise UsageError(f"{kind} without {_NEEDS[kind]}", expected=expected)
     if "options" in given and "contract" not in given:
         raise OptionError("options without a contract", expected="the recipe that has the options")
     if callable(subject):
@@ -275,7 +264,7 @@ def _search(searches: Sequence[_Search]) -> None:
         if not search.result.exact:
             plain = [each for each in search.known if not takes_scale(each.steps)]
             search.take(map(Explanation, plain))
-        if not search.result.exact:
+        if all(each.turns for each in search.result.exact):
             groups.setdefault(search.kind, []).append(search)
     for group in groups.values():
         _search_together(group)
@@ -290,15 +279,18 @@ def _search_together(group: Sequence[_Search]) -> None:
     # They may have been made in different ways.
     for search in group if len(group) > 1 else ():
         search.look(search.starts, most_turns=2)
-    # Of what explains one tensor, keep what explains all of them, if anything does.
+    # Of what explains one tensor, keep what explains all of them together, if anything does.
     learned = {each.key: each for search in group for each in search.result.exact}
-    common = match([search.case for search in group], learned.values(), most_turns=0).exact
+    turns = {turn: None for each in learned.values() for turn in each.turns}
+    parts = [search.part for search in group]
+    common = match(parts, learned.values(), most_turns=2, table=[*turns]).exact
     for search in group:
         if common:
             search.take(common)
         # A scale from outside explains any scale, and so comes last.
         from_outside = [Explanation(e) for e in search.known if takes_scale(e.steps)]
-        if from_outside and search.stated is None and not search.result.exact:
+        is_known = any(not each.takes("scales") for each in search.result.exact)
+        if from_outside and search.stated is None and not is_known:
             found = match([search.case], from_outside, most_turns=1)
             search.result = found if found.exact else search.result
 

@@ -7,6 +7,7 @@ In a formula, ``q`` is the interpretation whose quantities are read.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -328,10 +329,6 @@ def _padded(
     return replace(stored, scales=scales[:down, :across])
 
 
-def _swizzled(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
-    return _padded(stored, shapes, format, is_swizzled=True)
-
-
 def _scales_transposed(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     scales, turned = stored.scales, shapes.scales[::-1]
     if scales.numel() != math.prod(turned):
@@ -401,7 +398,7 @@ def _level_missing(stored: Stored, shapes: Shapes, format: str) -> Stored | None
 #: By the names that the turns have in ``turns.toml``.
 VIEWS: dict[str, View] = {
     "scales-padded": _padded,
-    "scales-swizzled": _swizzled,
+    "scales-swizzled": partial(_padded, is_swizzled=True),
     "scales-transposed": _scales_transposed,
     "data-transposed": _data_transposed,
     "scales-as-numbers": _as_codes,

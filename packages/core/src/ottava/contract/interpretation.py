@@ -91,6 +91,13 @@ class Interpretation:
         # That of a candidate.
         self.factor = self.one
 
+    def take_scales(self, stored: Tensor) -> None:
+        """Take these stored scales instead of those that follow from amaxes, one for each area."""
+        if self.steps.scale.format == "float32":
+            vars(self).update(inverse=stored, scale=self.one / stored)
+        else:
+            vars(self).update(code=stored.long())
+
     @property
     def parts(self) -> dict[str, Tensor]:
         """What is stored, by the names of :func:`~ottava.gemm.stored_tensors`."""
