@@ -21,7 +21,7 @@ from ottava.errors import OttavaError, UsageError, stable_repr
 from ottava_delayed import DelayedScaling
 from tests.cases import told
 from tests.comparing import unchanged
-from tests.fsdp import GROUPS, assert_states_equal, batches, loss_of, make, shard, state_of
+from tests.fsdp import GROUPS, Net, assert_states_equal, batches, loss_of, make, shard, state_of
 from tests.ranks import Collectives, on_ranks
 
 E5M2 = ottava.Format.E5M2
@@ -39,15 +39,11 @@ def assert_told_alike(error: pytest.ExceptionInfo[Any], *words: str) -> None:
 
 
 def model(recipe: Any, **options: Any) -> Any:
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential()
-    for name in ("first", "second", "third"):
-        layers.add_module(name, torch.nn.Linear(16, 16))
-    return ottava.convert(layers, recipe, **options)
+    return ottava.convert(Net().bfloat16(), recipe, **options)
 
 
-def train(net: Any) -> None:
-    net(torch.ones(4, 16)).sum().backward()
+def step(net: Any) -> None:
+    loss_of(net, next(batches(1))).backward()
 
 
 Make = Callable[[bool], tuple[Any, DelayedScaling]]
@@ -71,9 +67,9 @@ def without(one: str | None, other_one: str) -> Make:
 def copied(other: bool) -> tuple[Any, DelayedScaling]:
     """A copy compares what it is by itself, which may have been changed on one rank since."""
     net, recipe = model(DelayedScaling()), DelayedScaling(margin=int(other))
-    train(net)
+    step(net)
     again = copy.deepcopy(net)
-    for layer in again:
+    for layer in (again.first, again.second, again.last):
         layer.bind(recipe)
     return again, recipe
 
@@ -88,10 +84,10 @@ def other_roles(other: bool) -> tuple[Any, DelayedScaling]:
 
 
 def other_order(other: bool) -> tuple[Any, DelayedScaling]:
-    layers = [ottava.nn.Linear(16, 16, name=name) for name in ("first", "second")]
+    layers = [ottava.nn.Linear(64, 64, name=name) for name in ("first", "second")]
     # Blocks of no other case have this recipe, of which the refused layers are a part.
     recipe = DelayedScaling(amax_history_len=8)
-    return torch.nn.Sequential(*layers[:: -1 if other else 1]), recipe
+    return torch.nn.Sequential(*layers[:: -1 if other else 1]).bfloat16(), recipe
 
 
 #: What a rank makes, or the other one; words of the error; and whether it trains in regions, which
@@ -99,7 +95,7 @@ def other_order(other: bool) -> tuple[Any, DelayedScaling]:
 STATES: dict[str, tuple[Make, tuple[str, ...], bool]] = {
     "options": (options(amax_compute_algo="most_recent"), ("amax_compute_algo",), False),
     "copied": (copied, ("margin",), False),
-    "other layers": (without("third", "second"), ("second", "third"), False),
+    "other layers": (without("last", "second"), ("second", "last"), False),
     "other roles": (other_roles, ("second",), False),
     "order in a block": (other_order, ("another order",), True),
 }
@@ -112,16 +108,16 @@ def test_states(mesh: DeviceMesh) -> None:
             refused(*build(mesh.get_rank() == 1), words, in_block=in_block)
             agreed = model(DelayedScaling())
             for _ in range(2):
-                train(agreed)
+                step(agreed)
 
 
 def refused(net: Any, recipe: DelayedScaling, words: tuple[str, ...], *, in_block: bool) -> None:
     if in_block:
         with ottava.autocast(recipe):
-            train(net)
+            step(net)
     with unchanged(net), pytest.raises(OttavaError) as caught:
         with ottava.autocast(recipe) if in_block else nullcontext():
-            train(net)
+            step(net)
     assert_told_alike(caught, *words)
 
 
@@ -129,7 +125,7 @@ def refused(net: Any, recipe: DelayedScaling, words: tuple[str, ...], *, in_bloc
 def test_one_rank_that_reduces_waits_for_no_other(mesh: DeviceMesh) -> None:
     net, _ = options(reduce_amax=False)(mesh.get_rank() == 1)
     with pytest.raises(OttavaError, match="first") as caught:
-        train(net)
+        step(net)
     assert "nothing else" in str(caught.value)
 
 
@@ -146,13 +142,13 @@ def test_agreeing_ranks_compare_once(mesh: DeviceMesh) -> None:
     for recipe in (DelayedScaling(), DelayedScaling(amax_compute_algo=functions[-1])):
         net = model(recipe)
         assert "0x" not in stable_repr(recipe)
-        for step in range(3):
+        for number in range(3):
             with Collectives() as collectives:
-                train(net)
+                step(net)
             # Three slots of three layers.
             reduced = ("all_reduce", torch.float32, 4 * 9)
             compared = ("all_gather_into_tensor", torch.uint8, 32)
-            assert collectives.calls == ([compared, reduced] if step == 0 else [reduced])
+            assert collectives.calls == ([compared, reduced] if number == 0 else [reduced])
 
 
 # -- weights that FSDP2 gathers, compared before the first of them --
@@ -200,10 +196,6 @@ WEIGHTS: dict[str, tuple[str, str, Callable[[], Any], str]] = {
         *(other("current", KEPT, amax_epsilon=1.0), "amax_epsilon=1.0"),
     ),
 }
-
-
-def step(net: Any) -> None:
-    loss_of(net, next(batches(1))).backward()
 
 
 @on_ranks(2)
