@@ -1,4 +1,4 @@
-"""A training that is sharded, saved and loaded, and the bytes of the whole of its state."""
+"""A training that is sharded, saved and loaded, and the whole of its state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import ottava
 from ottava.checkpoint import load_sharded
-from ottava.tensors import QuantizedTensorStorage
+from tests.fsdp import values_of
 
 #: A recipe, its options, and the rows of the first weight: 33 are uneven on 4 ranks, 128 whole
 #: blocks.
@@ -74,9 +73,6 @@ class Training:
         return loaded
 
 
-# -- bytes of whole tensors --
-
-
 def tensors_of(state: Any, prefix: str = "") -> dict[str, Any]:
     """The tensors of a nested state by name."""
     found = {}
@@ -89,41 +85,8 @@ def tensors_of(state: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
-
-
-def local_bytes(value: Any) -> dict[str, tuple[bool, torch.Tensor]]:
-    """The bytes that this rank has of a tensor, and whether they are rows of the whole."""
-    local, sharded = value, isinstance(value, DTensor)
-    if sharded:
-        local = value.to_local()
-    if not isinstance(local, QuantizedTensorStorage):
-        return {"": (sharded, raw(local))}
-    # A transpose is made of the rows when it is needed.
-    derived = "columnwise" if local.grid_layout.transposed else ""
-    held = {i: getattr(local, i.attribute) for i in local.inner_tensors if i.usage != derived}
-    return {i.argument: (sharded and i.gather, raw(t)) for i, t in held.items() if t is not None}
-
-
-def gathered(state: Any, group: Any = None) -> dict[str, torch.Tensor]:
-    """The bytes of the whole tensors of a state; those of rank 0 of what is not sharded."""
-    mine = {}
-    for name, value in tensors_of(state).items():
-        place = value.device_mesh.get_coordinate()[-1] if isinstance(value, DTensor) else 0
-        mine |= {f"{name}:{part}": (place, *of) for part, of in local_bytes(value).items()}
-    every: list[Any] = [mine]
-    if dist.is_initialized():
-        every = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, mine, group=group)
-    whole = {}
-    for name, (_, sharded, first) in every[0].items():
-        shards = {ranks[name][0]: ranks[name][2] for ranks in reversed(every)}
-        whole[name] = torch.cat([shards[at] for at in sorted(shards)]) if sharded else first
-    return whole
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> None:
-    assert found.keys() == expected.keys(), (case, found.keys() ^ expected.keys())
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), (case, name)
+def whole(state: Any) -> dict[str, torch.Tensor]:
+    """The values of the whole tensors of a nested state; this rank's of those that are plain."""
+    # gloo has no FP8.
+    named = {n: v.view(torch.uint8) if v.itemsize == 1 else v for n, v in tensors_of(state).items()}
+    return {name: values_of(value).clone() for name, value in named.items()}

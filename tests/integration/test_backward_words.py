@@ -186,13 +186,12 @@ def test_only_what_a_gradient_needs_is_saved(name: str) -> None:
 def test_frozen_operands_save_nothing(name: str, word: str) -> None:
     own, (x, dy) = layer(ottava.get_recipe(name, backward=word)), operands(33)
     full = gradients(own, x, dy)
-    for frozen, shape in ((own.weight, own.weight.shape), (x, x.shape)):
-        own, leaf = layer(own.recipe), x.detach()
-        (own.weight if frozen is not x else leaf).requires_grad_(False)
-        (leaf if frozen is not x else own.weight).requires_grad_(True)
+    # With a frozen weight dgrad reads the weight, with a frozen input wgrad the input.
+    for trains, shape in ((False, own.weight.shape), (True, x.shape)):
+        own, leaf = layer(own.recipe), x.detach().requires_grad_(not trains)
+        own.weight.requires_grad_(trains)
         with saved() as tensors:
             found = gradients(own, leaf, dy)
-        # With a frozen weight dgrad reads the weight, with a frozen input wgrad the input.
         assert {t.shape for t in tensors if t.numel() > 999} == {shape}
         assert_alike(found, {name: full[name] for name in found})
 
@@ -219,10 +218,8 @@ def test_recipe_files_and_factories_say_it_for_each_role(tmp_path: Path) -> None
     recipe = ottava.get_recipe(str(path))
 
     def words(recipe: ottava.Recipe, name: str) -> list[tuple[str, str]]:
-        roles = (
-            ottava.QuantizerRole("linear", each, name)
-            for each in ("input", "weight", "grad_output")
-        )
+        types = ("input", "weight", "grad_output")
+        roles = [ottava.QuantizerRole("linear", each, name) for each in types]
         return [(e.rowwise, e.columnwise) for e in map(recipe.explain, roles)]
 
     rows, high = ("mxfp8 E4M3", "mxfp8 E4M3, dequantized"), "high precision"
@@ -239,10 +236,10 @@ def test_recipe_files_and_factories_say_it_for_each_role(tmp_path: Path) -> None
     x, dy = operands(33)
     same = layer(ottava.get_recipe("mxfp8", backward=DEQUANTIZED))
     assert_alike(gradients(layer(recipe), x, dy), gradients(same, x, dy))
-    found = gradients(layer(recipe, name="mixed"), x, dy)
+    # wgrad of one layer reads the input, dgrad of another the weight.
     dy_columns = ottava.get_recipe("blockwise").quantizer("grad_output").with_usage(False, True)
     product = gemm(dy_columns(dy), x.detach(), "wgrad", out_dtype=F32)
-    assert_same(found["weight"], product)
+    assert_same(gradients(layer(recipe, name="mixed"), x, dy)["weight"], product)
     own = layer(recipe, name="hybrid")
     dy_rows = ottava.get_recipe("rowwise").quantizer("grad_output").with_usage(True, False)
     product = gemm(dy_rows(dy), own.weight.detach(), "dgrad", out_dtype=F32)
@@ -310,19 +307,16 @@ def test_a_factory_over_a_recipe_has_its_word() -> None:
 
 # -- shards --
 
-SHARDED = [
-    pytest.param(name, word, reentrant, marks=marks)
-    for name, word, reentrant, marks in (
-        ("mxfp8", HIGH_PRECISION, None, ()),
-        ("mxfp8", DEQUANTIZED, None, ()),
-        ("mxfp8", DEQUANTIZED, False, pytest.mark.slow),
-        ("delayed", HIGH_PRECISION, False, pytest.mark.slow),
-        ("delayed", DEQUANTIZED, None, pytest.mark.slow),
-    )
-]
 
-
-@pytest.mark.parametrize(("name", "word", "reentrant"), SHARDED)
+@pytest.mark.parametrize(
+    ("name", "word", "reentrant"),
+    [
+        ("mxfp8", HIGH_PRECISION, None),
+        ("mxfp8", DEQUANTIZED, None),
+        pytest.param("mxfp8", DEQUANTIZED, False, marks=pytest.mark.slow),
+        pytest.param("delayed", HIGH_PRECISION, False, marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(2)
 def test_shards_train_as_one_process(
     mesh: DeviceMesh, name: str, word: str, reentrant: bool | None

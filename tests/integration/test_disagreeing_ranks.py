@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ottava
 from ottava.distributed import gather_quantized
 from ottava.errors import OttavaError, UsageError, stable_repr
 from ottava_delayed import DelayedScaling
 from tests.cases import told
-from tests.comparing import assert_same, unchanged
-from tests.fsdp import values_of
+from tests.comparing import unchanged
+from tests.fsdp import GROUPS, Net, assert_states_equal, batches, loss_of, make, shard, state_of
 from tests.ranks import Collectives, on_ranks
 
 E5M2 = ottava.Format.E5M2
@@ -39,15 +39,11 @@ def assert_told_alike(error: pytest.ExceptionInfo[Any], *words: str) -> None:
 
 
 def model(recipe: Any, **options: Any) -> Any:
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential()
-    for name in ("first", "second", "third"):
-        layers.add_module(name, torch.nn.Linear(16, 16))
-    return ottava.convert(layers, recipe, **options)
+    return ottava.convert(Net().bfloat16(), recipe, **options)
 
 
-def train(net: Any) -> None:
-    net(torch.ones(4, 16)).sum().backward()
+def step(net: Any) -> None:
+    loss_of(net, next(batches(1))).backward()
 
 
 Make = Callable[[bool], tuple[Any, DelayedScaling]]
@@ -71,9 +67,9 @@ def without(one: str | None, other_one: str) -> Make:
 def copied(other: bool) -> tuple[Any, DelayedScaling]:
     """A copy compares what it is by itself, which may have been changed on one rank since."""
     net, recipe = model(DelayedScaling()), DelayedScaling(margin=int(other))
-    train(net)
+    step(net)
     again = copy.deepcopy(net)
-    for layer in again:
+    for layer in (again.first, again.second, again.last):
         layer.bind(recipe)
     return again, recipe
 
@@ -88,10 +84,10 @@ def other_roles(other: bool) -> tuple[Any, DelayedScaling]:
 
 
 def other_order(other: bool) -> tuple[Any, DelayedScaling]:
-    layers = [ottava.nn.Linear(16, 16, name=name) for name in ("first", "second")]
+    layers = [ottava.nn.Linear(64, 64, name=name) for name in ("first", "second")]
     # Blocks of no other case have this recipe, of which the refused layers are a part.
     recipe = DelayedScaling(amax_history_len=8)
-    return torch.nn.Sequential(*layers[:: -1 if other else 1]), recipe
+    return torch.nn.Sequential(*layers[:: -1 if other else 1]).bfloat16(), recipe
 
 
 #: What a rank makes, or the other one; words of the error; and whether it trains in regions, which
@@ -99,8 +95,7 @@ def other_order(other: bool) -> tuple[Any, DelayedScaling]:
 STATES: dict[str, tuple[Make, tuple[str, ...], bool]] = {
     "options": (options(amax_compute_algo="most_recent"), ("amax_compute_algo",), False),
     "copied": (copied, ("margin",), False),
-    "fewer layers": (without(None, "second"), ("second",), False),
-    "other layers": (without("third", "second"), ("second", "third"), False),
+    "other layers": (without("last", "second"), ("second", "last"), False),
     "other roles": (other_roles, ("second",), False),
     "order in a block": (other_order, ("another order",), True),
 }
@@ -108,21 +103,21 @@ STATES: dict[str, tuple[Make, tuple[str, ...], bool]] = {
 
 @on_ranks(2)
 def test_states(mesh: DeviceMesh) -> None:
-    for case, (make, words, in_block) in STATES.items():
+    for case, (build, words, in_block) in STATES.items():
         with told(case):
-            refused(*make(mesh.get_rank() == 1), words, in_block=in_block)
+            refused(*build(mesh.get_rank() == 1), words, in_block=in_block)
             agreed = model(DelayedScaling())
             for _ in range(2):
-                train(agreed)
+                step(agreed)
 
 
 def refused(net: Any, recipe: DelayedScaling, words: tuple[str, ...], *, in_block: bool) -> None:
     if in_block:
         with ottava.autocast(recipe):
-            train(net)
+            step(net)
     with unchanged(net), pytest.raises(OttavaError) as caught:
         with ottava.autocast(recipe) if in_block else nullcontext():
-            train(net)
+            step(net)
     assert_told_alike(caught, *words)
 
 
@@ -130,7 +125,7 @@ def refused(net: Any, recipe: DelayedScaling, words: tuple[str, ...], *, in_bloc
 def test_one_rank_that_reduces_waits_for_no_other(mesh: DeviceMesh) -> None:
     net, _ = options(reduce_amax=False)(mesh.get_rank() == 1)
     with pytest.raises(OttavaError, match="first") as caught:
-        train(net)
+        step(net)
     assert "nothing else" in str(caught.value)
 
 
@@ -147,80 +142,58 @@ def test_agreeing_ranks_compare_once(mesh: DeviceMesh) -> None:
     for recipe in (DelayedScaling(), DelayedScaling(amax_compute_algo=functions[-1])):
         net = model(recipe)
         assert "0x" not in stable_repr(recipe)
-        for step in range(3):
+        for number in range(3):
             with Collectives() as collectives:
-                train(net)
+                step(net)
             # Three slots of three layers.
             reduced = ("all_reduce", torch.float32, 4 * 9)
             compared = ("all_gather_into_tensor", torch.uint8, 32)
-            assert collectives.calls == ([compared, reduced] if step == 0 else [reduced])
+            assert collectives.calls == ([compared, reduced] if number == 0 else [reduced])
 
 
 # -- weights that FSDP2 gathers, compared before the first of them --
 
 
-def plain() -> Any:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)).bfloat16()
-
-
-def recipe(name: str, **options: Any) -> Any:
-    return ottava.get_recipe(name, **options)
-
-
-def gathered(recipe: Any, *, recomputes: bool = False, **options: Any) -> Any:
-    return gather_quantized(ottava.convert(plain(), recipe, **options), recomputes=recomputes)
-
-
-def primary(recipe: Any) -> Any:
-    return ottava.convert(plain(), recipe, primary=True)
+GATHERED, KEPT = "gathered quantized", "quantized"
 
 
 def unbound() -> Any:
-    net = gathered("current")
-    net[0].bind(None)
+    net = make("current", GATHERED)
+    net.first.bind(None)
     return net
 
 
-def shard(net: Any, mesh: DeviceMesh, groups: str, **options: Any) -> Any:
-    for layer in net if groups == "layers" else ():
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(net, mesh=mesh, **options)
+def fewer() -> Any:
+    net = make("current", "high precision")
+    gather_quantized(net.first)
+    return net
 
 
-def run(net: Any) -> None:
-    net(torch.ones(32, 128, dtype=torch.bfloat16)).sum().backward()
+def other(name: str, kept: str, **options: Any) -> Callable[[], Any]:
+    """A model whose recipe has other options."""
+    return partial(make, ottava.get_recipe(name, **options), kept)
 
 
-#: What the ranks make, and a word of the error.
-WEIGHTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
-    "no recipe": (partial(gathered, "current"), unbound, "for None"),
-    "fewer layers": (
-        *(partial(gathered, "current"), partial(gathered, "current", exclude="1")),
-        "gathered as it is",
-    ),
+#: The recipe of rank 0 and how its weights are kept, what rank 1 makes, and a word of the error.
+WEIGHTS: dict[str, tuple[str, str, Callable[[], Any], str]] = {
+    "no recipe": ("current", GATHERED, unbound, "for None"),
+    "fewer layers": ("current", GATHERED, fewer, "gathered as it is"),
     "recomputes": (
-        *(partial(gathered, "mxfp8"), partial(gathered, "mxfp8", recomputes=True)),
-        "recomputes=True",
+        *("mxfp8", GATHERED),
+        *(partial(make, "mxfp8", GATHERED, recomputes=True), "recomputes=True"),
     ),
-    "kept and gathered": (
-        *(partial(primary, "current"), partial(gathered, "current")),
-        "Float8Tensor",
-    ),
-    "kept on one": (partial(primary, "mxfp8"), partial(gathered, "current"), "MXFP8Tensor"),
-    "elements": (
-        *(partial(primary, "current"), partial(primary, recipe("current", fp8_format=E5M2))),
-        "float8_e5m2",
-    ),
-    "classes": (partial(gathered, "delayed"), partial(gathered, "mxfp8"), "MXFP8"),
+    "kept and gathered": ("current", KEPT, other("current", GATHERED), "Float8Tensor"),
+    "kept on one": ("mxfp8", KEPT, other("current", GATHERED), "MXFP8Tensor"),
+    "elements": ("current", KEPT, other("current", KEPT, fp8_format=E5M2), "float8_e5m2"),
+    "classes": ("delayed", GATHERED, other("mxfp8", GATHERED), "MXFP8"),
     # As many bytes, in the same places.
     "options": (
-        *(partial(gathered, "mxfp8"), partial(gathered, recipe("mxfp8", scale_rounding="floor"))),
-        "scale_rounding='floor'",
+        *("mxfp8", GATHERED),
+        *(other("mxfp8", GATHERED, scale_rounding="floor"), "scale_rounding='floor'"),
     ),
     "options of weights that are kept": (
-        *(partial(primary, "current"), partial(primary, recipe("current", amax_epsilon=1.0))),
-        "amax_epsilon=1.0",
+        *("current", KEPT),
+        *(other("current", KEPT, amax_epsilon=1.0), "amax_epsilon=1.0"),
     ),
 }
 
@@ -228,35 +201,33 @@ WEIGHTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 @on_ranks(2)
 def test_weights(mesh: DeviceMesh) -> None:
     """Gathered layer by layer or all at once, by turns; a second attempt is refused alike."""
-    for number, (case, (*makes, word)) in enumerate(WEIGHTS.items()):
-        groups = ("root", "layers")[number % 2]
+    for number, (case, (name, kept, make_other, word)) in enumerate(WEIGHTS.items()):
+        groups = GROUPS[number % 2]
         with told(case):
-            net = shard(makes[mesh.get_rank()](), mesh, groups)
-            before = {name: values_of(value).clone() for name, value in net.state_dict().items()}
+            net = shard(make_other() if mesh.get_rank() else make(name, kept), mesh, groups)
+            before = state_of(net)
             for _ in range(2):
                 with pytest.raises(UsageError) as caught:
-                    run(net)
+                    step(net)
                 assert_told_alike(caught, word, "rank 0 has", "rank 1")
-            for name, value in net.state_dict().items():
-                assert_same(values_of(value), before[name], note=name)
-            run(shard(gathered("current"), mesh, groups))
+            assert_states_equal(state_of(net), before, case)
+            step(shard(make("current", GATHERED), mesh, groups))
 
 
 @on_ranks(2)
 def test_dtypes_of_a_policy(mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(torch.float16 if mesh.get_rank() else torch.float32)
-    net = shard(gathered("current"), mesh, "layers", mp_policy=policy)
+    net = shard(make("current", GATHERED), mesh, mp_policy=policy)
     with pytest.raises(UsageError, match=r"torch\.float16"):
-        run(net)
+        step(net)
 
 
 @on_ranks(2)
 def test_agreeing_weights_are_compared_once(mesh: DeviceMesh) -> None:
     """One all-gather of 32 bytes for all weights of a model, and none after the first gather."""
-    for make in (gathered, primary):
-        for groups in ("layers", "root"):
-            net = shard(make("current"), mesh, groups)
-            for expected in (1, 0):
-                with Collectives() as collectives:
-                    run(net)
-                assert collectives.gathered.count(32) == expected, (make.__name__, groups)
+    for kept, groups in ((GATHERED, "layers"), (KEPT, "root")):
+        net = shard(make("current", kept), mesh, groups)
+        for expected in (1, 0):
+            with Collectives() as collectives:
+                step(net)
+            assert collectives.gathered.count(32) == expected, groups

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -65,37 +66,23 @@ def documented_names() -> dict[str, str]:
     return names
 
 
-def resolve(name: str) -> Any:
-    """The object of a dotted name."""
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            value: Any = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for attribute in parts[count:]:
-            value = getattr(value, attribute)
-        return value
-    raise AssertionError(f"{name} cannot be imported")
-
-
 def test_the_api_pages_have_every_public_name_and_its_docstring() -> None:
     documented, public = documented_names(), public_names()
     assert {"ottava.errors.OttavaError", "ottava_custom.by_layer", "ottava.nn.Linear"} <= public
-    values = {name: resolve(name) for name in documented}
+    values = {name: resolve_name(name) for name in documented}
     bare = {name for name, value in values.items() if callable(value) and not value.__doc__}
     assert bare <= {"ottava.hookimpl"}
     # The same object may be documented by another name.
     others = {id(value) for value in values.values() if callable(value) or isinstance(value, str)}
     missing = public - documented.keys()
-    assert [name for name in missing if id(resolve(name)) not in others] == []
+    assert [name for name in missing if id(resolve_name(name)) not in others] == []
 
 
 def test_the_api_pages_have_every_member_of_an_extension_point() -> None:
     documented, missing = documented_names(), []
     for name in EXTENSION_POINTS:
         assert re.search(r":members:\s*$", documented[name], re.M), name
-        cls = resolve(name)
+        cls = resolve_name(name)
         for member, value in vars(cls).items():
             if member.startswith("_") or not callable(value) or isinstance(value, type):
                 continue

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import ottava
@@ -289,16 +289,9 @@ def test_refused(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_one_group_has_weights_of_several_options(mesh: DeviceMesh) -> None:
     """Recipes of one class, whose weights are quantized together."""
-    losses = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        net: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
-        for name, options in (("0", {}), ("1", {"fp8_format": E5M2, "amax_epsilon": 100.0})):
-            ottava.convert(net, ottava.get_recipe("current", **options), include=name)
-        if sharded:
-            fully_shard(gather_quantized(net), mesh=mesh)
-        losses.append([loss_of(net, batch).item() for batch in batches(2)])
-    assert losses[0] == losses[1]
+    recipes = named("current")(), named("current", fp8_format=E5M2, amax_epsilon=100.0)()
+    recipe = CustomRecipe(lambda role: ottava.QuantizerRequest(recipes[role.name == "first"]))
+    assert_trains_alike(mesh, recipe, GATHER, groups="root")
 
 
 @on_ranks(2)

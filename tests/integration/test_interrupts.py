@@ -63,30 +63,18 @@ def in_thread(function: Callable[[], Any]) -> Any:
 # -- models, and their steps --
 
 
-def layers(number: int = 2) -> list[torch.nn.Module]:
+def converted(nested: bool = False) -> Any:
+    """A converted model, the first part of which is one by itself if ``nested``."""
     torch.manual_seed(0)
-    return [torch.nn.Linear(16, 16) for _ in range(number)]
-
-
-def converted() -> Any:
-    return ottava.convert(torch.nn.Sequential(*layers()), RECIPE)
-
-
-def nested() -> Any:
-    """A converted model inside a converted one."""
-    inner = ottava.convert(torch.nn.Sequential(*layers(1)), RECIPE)
-    return ottava.convert(torch.nn.Sequential(inner, *layers(1)), RECIPE)
+    first, second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+    inner = ottava.convert(torch.nn.Sequential(first), RECIPE) if nested else first
+    return ottava.convert(torch.nn.Sequential(inner, second), RECIPE)
 
 
 def step(model: Any, x: torch.Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model(x).sum().backward()
     optimizer.step()
-
-
-def in_block(model: Any, x: torch.Tensor) -> None:
-    with ottava.autocast(RECIPE):
-        model(x).sum().backward()
 
 
 def in_blocks(model: Any, x: torch.Tensor) -> None:
@@ -102,7 +90,8 @@ def in_blocks(model: Any, x: torch.Tensor) -> None:
 def calibrating(model: Any, x: torch.Tensor) -> None:
     with torch.no_grad(), ottava.autocast(RECIPE, enabled=False, calibrating=True):
         model(x)
-    in_block(model, x)
+    with ottava.autocast(RECIPE):
+        model(x).sum().backward()
 
 
 def recomputed(model: Any, x: torch.Tensor, *, reentrant: bool = False) -> None:
@@ -125,15 +114,16 @@ def evaluated(model: Any, x: torch.Tensor) -> None:
     step(model, x)
 
 
-WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None]]] = {
-    "converted": (converted, step),
-    "nested": (nested, step),
-    "blocks": (converted, in_blocks),
-    "calibrating": (converted, calibrating),
-    "evaluated": (converted, evaluated),
-    "recomputed": (converted, recomputed),
-    "recomputed reentrantly": (converted, functools.partial(recomputed, reentrant=True)),
-    "recomputed with a region": (converted, recomputed_with_region),
+#: How a model, nested or not, is trained.
+WAYS: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "converted": step,
+    "nested": step,
+    "blocks": in_blocks,
+    "calibrating": calibrating,
+    "evaluated": evaluated,
+    "recomputed": recomputed,
+    "recomputed reentrantly": functools.partial(recomputed, reentrant=True),
+    "recomputed with a region": recomputed_with_region,
 }
 
 
@@ -189,8 +179,8 @@ def wrong(model: Any, train: Callable[[Any, torch.Tensor], None]) -> str | None:
 
 def interrupted(way: str, at: int) -> tuple[Interrupts, str | None]:
     """The places of a step, and what is wrong after an interrupt at the ``at``-th one."""
-    make, train = WAYS[way]
-    model, interrupts = make(), Interrupts(at)
+    train, interrupts = WAYS[way], Interrupts(at)
+    model = converted(way == "nested")
     x = torch.ones(4, 16)
     train(model, x)
 

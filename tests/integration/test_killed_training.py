@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ottava.checkpoint import files, is_complete, latest_checkpoint, save_step
 from ottava_integrations import read_state
 from tests import ranks
-from tests.integration.sharded_training import Training, gathered
+from tests.integration.sharded_training import Training, whole
 
 WORLD, STEPS = 2, 10
 #: What a rank calls, by name.
@@ -71,7 +71,7 @@ def train(mesh: DeviceMesh, folder: Path, victim: int = -1, point: str = "") -> 
         if training.steps % 2 == 0:
             save_step(training.state(), folder / "run", training.steps, keep=2)
             log(folder / "saved", str(training.steps))
-    torch.save(gathered(training.state()), folder / f"state-{rank}")
+    torch.save(whole(training.state()), folder / f"state-{rank}")
 
 
 def losses(folder: Path, rank: int) -> dict[str, str]:

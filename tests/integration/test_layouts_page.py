@@ -30,13 +30,10 @@ M, K = 256, 384
 def test_the_shapes_that_are_written(name: str, columnwise: bool) -> None:
     layout = grids.LAYOUTS[name]
     data, scales = re.findall(r"\[(.*?)\]", grids.shapes(layout, columnwise))
-    sizes = {"M": M, "K": K}
 
     def shape(text: str) -> tuple[int, ...]:
-        sides = [side.split("/") for side in text.split(", ")]
-        return tuple(
-            sizes.get(side[0], 1) // int(side[1] if len(side) > 1 else 1) for side in sides
-        )
+        sizes: tuple[int, ...] = eval(f"({text},)".replace("/", "//"), {"M": M, "K": K})
+        return sizes
 
     assert shape(data) == layout.data_shape((M, K), columnwise)
     assert shape(scales) == layout.scale_shape((M, K), columnwise)

@@ -22,7 +22,6 @@ from ottava.distributed import (
     MasterWeights,
     cast_master_weights_to_fp8,
     post_all_gather_processing,
-    quantize_master_weights,
     replace_raw_data,
     rule_of,
 )
@@ -173,12 +172,10 @@ class Case:
 
     def cast(self, batch: list[Weight], holders: Any, shards: Any, starts: Any, **more: Any) -> Any:
         """One all-reduce for all weights, and one all-gather for those whose amaxes do not
-        suffice."""
+        suffice. Returns the plan, where there is one."""
         plan = None
         with Collectives() as collectives:
             if self.draw(FLAGS):
-                quantize_master_weights(holders, shards, starts, **more)
-            elif self.draw(FLAGS):
                 quantizers = [w.quantizer for w in batch] if self.draw(FLAGS) else None
                 cast_master_weights_to_fp8(holders, shards, starts, quantizers=quantizers, **more)
             else:

@@ -21,7 +21,6 @@ from ottava_blockwise import Float8BlockQuantizer
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
-from ottava_rowwise import Float8RowwiseQuantizer
 from tests.comparing import assert_same
 
 E4M3, E5M2, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
@@ -29,10 +28,7 @@ MAKERS = {
     "current": lambda: Float8CurrentScalingQuantizer(E5M2),
     "delayed": lambda: Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), E4M3),
     "mxfp8": lambda: MXFP8Quantizer(E4M3),
-    "mxfp8 2-D": lambda: MXFP8Quantizer(E5M2, with_2d_quantization=True),
     "blockwise": lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=1),
-    "blockwise 2-D": lambda: Float8BlockQuantizer(E5M2),
-    "rowwise": lambda: Float8RowwiseQuantizer(E4M3),
 }
 
 

@@ -125,12 +125,3 @@ def test_the_page_has_the_errors_that_are_printed(
         Path("model.yaml").write_text(text)
         done = CliRunner().invoke(app, ["recipes", "--explain", "model.yaml"])
         assert (done.exit_code, done.stderr) == (2, printed)
-
-
-def test_the_demo_refuses_a_wrong_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.yaml"
-    path.write_text("default: current\nlayers: 3\n")
-    done = CliRunner().invoke(app, ["demo", "--recipe", str(path), "--out", str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert done.stderr.startswith(f"error: {path}, line 2, column 9: layers is a number, 3.")
-    assert not (tmp_path / "out").exists()

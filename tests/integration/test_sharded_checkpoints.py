@@ -20,25 +20,23 @@ import ottava
 from ottava.checkpoint import flatten_state_dict, load_sharded, save_file, save_sharded
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, UsageError
 from ottava.recipes.state import RecipeState
-from tests.integration.sharded_training import (
-    RECIPES,
-    Training,
-    gathered,
-    model,
-    raw,
-    same,
-    tensors_of,
-)
+from tests.comparing import assert_same
+from tests.fsdp import assert_states_equal
+from tests.integration.sharded_training import RECIPES, Training, model, whole
 from tests.ranks import on_ranks
 
 
-def largest(state: Any) -> dict[str, torch.Tensor]:
-    """The amaxes that the next step would reduce, reduced by hand."""
-    end = "recipe_state.amax_history"
-    mine = {name: value for name, value in tensors_of(state).items() if name.endswith(end)}
+def for_other_numbers(state: Any) -> dict[str, torch.Tensor]:
+    """What other numbers of ranks load: of plain tensors those of rank 0, of amaxes that the next
+    step would reduce the largest."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return {f"{name}:": raw(torch.stack([ranks[name] for ranks in every]).amax(0)) for name in mine}
+    dist.all_gather_object(every, whole(state))
+    largest = {
+        name: torch.stack([ranks[name] for ranks in every]).amax(0)
+        for name in every[0]
+        if name.endswith("recipe_state.amax_history")
+    }
+    return every[0] | largest
 
 
 @pytest.mark.parametrize("kind", RECIPES)
@@ -49,14 +47,14 @@ def test_in_one_process(kind: str, tmp_path: Path) -> None:
     save_sharded(saved.state(), tmp_path / "saved")
     for other in RECIPES.keys() - {kind}:
         fresh = Training(other, 2)
-        before = gathered(fresh.net.state_dict())
+        before = whole(fresh.net.state_dict())
         # Current and delayed scaling have the same tensors, and differ in the state besides.
         strict = {kind, other} == {"current", "delayed"}
         with pytest.raises(CheckpointError, match="recipe_state" if strict else "0.weight"):
             load_sharded({"model": fresh.net.state_dict()}, tmp_path / "saved", strict=strict)
-        same(gathered(fresh.net.state_dict()), before, f"{kind} into {other}")
+        assert_states_equal(whole(fresh.net.state_dict()), before, f"{kind} into {other}")
     loaded.resume(tmp_path / "saved")
-    same(gathered(loaded.state()), gathered(saved.state()), kind)
+    assert_states_equal(whole(loaded.state()), whole(saved.state()), kind)
     assert loaded.step() == saved.step()
 
 
@@ -78,8 +76,8 @@ def test_other_numbers_of_ranks_load_what_was_saved(
     original = Training(kind, 1, mesh)
     original.step()
     state = original.state()
-    expected = gathered(state)
-    reduced = expected | largest(state)
+    expected = whole(state)
+    reduced = for_other_numbers(state)
     save_sharded(state, folder / "4")
     assert len(list((folder / "4").glob("rank-*-of-00004-*.safetensors"))) == 4
     writers = ["4"]
@@ -90,7 +88,7 @@ def test_other_numbers_of_ranks_load_what_was_saved(
                 loaded = fresh.resume(folder / writer)
                 # Four ranks have amaxes of their own again, other numbers have the largest.
                 wanted = expected if {writer, name} <= {"4", "2x2"} else reduced
-                same(gathered(fresh.state(), group), wanted, f"{writer} into {name}")
+                assert_states_equal(whole(fresh.state()), wanted, f"{writer} into {name}")
                 assert loaded["steps"] == 1
                 groups = loaded["optimizer"]["param_groups"]
                 assert groups == state["optimizer"]["param_groups"]
@@ -102,9 +100,10 @@ def test_other_numbers_of_ranks_load_what_was_saved(
     for writer in ("2", "4"):
         fresh = Training(kind, 4, mesh)
         fresh.resume(folder / writer)
-        same(gathered(fresh.state()), expected if writer == "4" else reduced, f"{writer} into 4")
+        wanted = expected if writer == "4" else reduced
+        assert_states_equal(whole(fresh.state()), wanted, f"{writer} into 4")
     assert fresh.step() == original.step()
-    same(gathered(fresh.state()), gathered(original.state()), "continued")
+    assert_states_equal(whole(fresh.state()), whole(original.state()), "continued")
 
 
 @on_ranks(4)
@@ -132,7 +131,7 @@ def test_damage_on_one_rank(mesh: DeviceMesh, tmp_path: Path) -> None:
     saved, own = folder / "saved", folder / f"own-{rank}"
     save_sharded(Training("current", 1, mesh).net.state_dict(), saved)
     target = Training("current", 2, mesh).net.state_dict()
-    before = gathered(target)
+    before = whole(target)
     (part,) = [entry.name for entry in saved.glob("rank-00002-of-00004-*.safetensors")]
     victims = ((2, part), (3, "ottava.json"), (0, "ottava.json"))
     for (victim, file), change in zip(victims, DAMAGES, strict=True):
@@ -147,12 +146,12 @@ def test_damage_on_one_rank(mesh: DeviceMesh, tmp_path: Path) -> None:
             load_sharded(target, own)
         assert file in str(caught.value)
         assert (f"rank {victim} failed" in str(caught.value)) == (rank != victim)
-        same(gathered(target), before, file)
+        assert_states_equal(whole(target), before, file)
     # Not damaged, but not the same either.
     save_sharded(Training("current", 3, mesh).net.state_dict(), folder / "other")
     with pytest.raises(CheckpointError, match="not the same checkpoint on all ranks"):
         load_sharded(target, folder / ("other" if rank == 1 else "saved"))
-    same(gathered(target), before, "another checkpoint")
+    assert_states_equal(whole(target), before, "another checkpoint")
 
 
 @on_ranks(4)
@@ -212,7 +211,7 @@ def test_plain_tensors_that_differ(mesh: DeviceMesh, tmp_path: Path) -> None:
     target = {name: torch.zeros_like(value) for name, value in state.items()}
     load_sharded(target, path)
     for name, value in state.items():
-        assert torch.equal(raw(target[name]), raw(value)), name
+        assert_same(target[name], value, note=name)
     two, group = meshes()["2"]
     if two.get_coordinate() is not None:
         load_sharded(target, path, group=group)
@@ -262,14 +261,14 @@ def test_placements(mesh: DeviceMesh, tmp_path: Path) -> None:
 @on_ranks(4)
 def test_plain_shards_for_the_writers_of_others(mesh: DeviceMesh, tmp_path: Path) -> None:
     """With the description of the whole model."""
-    net, whole = Training("current", 1, mesh).net, model("current", 1)
+    net = Training("current", 1, mesh).net
     flat, metadata = flatten_state_dict(net.state_dict())
-    tensors, expected = flatten_state_dict(whole.state_dict())
+    tensors, expected = flatten_state_dict(model("current", 1).state_dict())
     assert metadata == expected
-    same(gathered(flat), gathered(tensors), "flat")
+    assert_states_equal(whole(flat), whole(tensors), "flat")
     save_sharded(flat, tmp_path / "flat")
     fresh = Training("current", 2, mesh).net
     load_sharded(flatten_state_dict(fresh.state_dict())[0], tmp_path / "flat")
-    same(gathered(fresh.state_dict()), gathered(net.state_dict()), "loaded")
+    assert_states_equal(whole(fresh.state_dict()), whole(net.state_dict()), "loaded")
     with pytest.raises(DTypeError, match=r"is sharded.*save_sharded"):
         save_file(net.state_dict(), tmp_path / f"file-{dist.get_rank()}")

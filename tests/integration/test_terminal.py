@@ -28,10 +28,6 @@ import ottava.recipes.hookspecs as h
 from ottava.recipes.spec import RecipeSpec
 raise ValueError({NASTY!r})
 """
-MODULE = f"""
-def fails():
-    raise ValueError({NASTY!r})
-"""
 
 
 class Net(torch.nn.Module):
@@ -63,7 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         with ottava_bisect.capture(net, "step") as step:
             step.loss = net(x).square().sum()
             step.loss.backward()
-        Path("module_of_names.py").write_text(MODULE)
+        Path("module_of_names.py").write_text(f"def fails():\n    raise ValueError({NASTY!r})\n")
         with published(folder, "names-in-texts", names_plugin=PLUGIN):
             yield folder
     sys.modules.pop("module_of_names", None)
