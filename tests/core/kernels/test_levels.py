@@ -363,40 +363,6 @@ def test_cuda_kernels(name: str) -> None:
     check_decoding(name, on_each(["grid"]))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("nvfp4", "nvfp4-gradients"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("nvfp4-squares", "4over6", "rows-rotated-128", "E2M3-own")
-        ),
-    ],
-)
-def test_threads_and_sizes_beyond_the_caches(on_every_isa: Runs, name: str) -> None:
-    layout = LAYOUTS[name]
-    x = samples.tiles(643, 2052, dtype=torch.bfloat16)
-    seed = seed_of(layout)
-    wanted = quantized(x, layout, seed, True, True)
-    data, scales, amax = wanted[:3]
-    assert data is not None
-
-    def decode() -> Tensor:
-        return kernels.grid_decode(data, scales, layout, torch.bfloat16, amax=amax)
-
-    with kernels.use_backend("reference"):
-        values = decode()
-
-    def run() -> None:
-        for threads in (1, 3):
-            with running_on(threads):
-                arguments = (x, seed, 0, layout.text, True, True)
-                check(table.grid_quantize_levels, arguments, wanted, (name, threads))
-                assert_same(decode(), values, note=threads)
-
-    on_every_isa(run)
-
-
 def tied(rows: int, columns: int, seed: int) -> Tensor:
     """A block whose scales 1 and 1/2 have equal errors for E2M1, but for the rounding of sums.
 
@@ -435,19 +401,6 @@ def test_errors_are_summed_in_order(
     wanted = expected(x, layout, None, 0)
     assert set(wanted[1].unique().tolist()) == {126, 127}
     runs(lambda: assert_same(kernels.grid_quantize_levels(x, layout), wanted))
-
-
-def test_any_strides(on_every_isa: Runs) -> None:
-    layout = LAYOUTS["nvfp4-rotated"]
-    x = samples.tiles(67, 75, dtype=torch.bfloat16)
-    wanted = quantized(x, layout, None, True, True)
-
-    def run() -> None:
-        for note, view in samples.strided(x):
-            got = table.grid_quantize_levels(view, None, 0, layout.text, True, True)
-            assert_same(got, wanted, note=note)
-
-    on_every_isa(run)
 
 
 @pytest.mark.parametrize(
