@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ottava import Recipe, kernels
+from ottava import Recipe
 from ottava.kernels.backends import use_backend
-from ottava.tensors import Float8QuantizerBase
+from tests.core.layouts.layouts import PerTensor
 from tests.core.sequential_grid import serving_cpu
 
 try:
@@ -115,17 +115,8 @@ def fmt(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class SampleQuantizer(Float8QuantizerBase):
+class SampleQuantizer(PerTensor):
     """Per-tensor scaling with the kernels that core has."""
-
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        with_data, with_transpose = self.needs(tensor.device)
-        data, transpose, _, scale_inv, _ = kernels.quantize(
-            tensor, self.fp8_dtype, rowwise=with_data, transposed=with_transpose
-        )
-        return self.wrap(
-            data if with_data else None, transpose if with_transpose else None, scale_inv, dtype
-        )
 
 
 class SampleRecipe(Recipe):

@@ -92,14 +92,12 @@ def test_a_load_under_another_contract_names_the_field(tmp_path: Path) -> None:
         r"'weight0', 'weight2'.*another contract.*rowwise\.scale\.epsilon is 0\.0 in the file and "
         r"0\.5 in the model; columnwise\.scale\.epsilon"
     )
-    for way in ways(tmp_path)[:1]:
-        with pytest.warns(UserWarning, match=said) as caught:
-            way(model(ROWS, ROWS, ROWS), model(EPSILON, ROWS, EPSILON))
-        assert len(caught) == 1
-        with pytest.warns(
-            UserWarning, match=r"scale\.rule is 'quotient' in the file and 'quotient-"
-        ):
-            way(model(ROWS), model(FLOOR))
+    way, _ = ways(tmp_path)
+    with pytest.warns(UserWarning, match=said) as caught:
+        way(model(ROWS, ROWS, ROWS), model(EPSILON, ROWS, EPSILON))
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=r"scale\.rule is 'quotient' in the file and 'quotient-"):
+        way(model(ROWS), model(FLOOR))
 
 
 class Coarse(GridQuantizer):

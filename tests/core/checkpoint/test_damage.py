@@ -424,6 +424,9 @@ def test_pickles_run_nothing(attacks: Any, tmp_path: Path) -> None:
         for raw in pickles(trace):
             assert load(raw)
             assert load(len(raw).to_bytes(8, "little") + raw)
+    for raw in pickles(trace):
+        (tmp_path / "pickle.pt").write_bytes(raw)
+        assert "pickle.pt" in refusal(partial(checkpoint.read_state, tmp_path / "pickle.pt"))
     # What torch would unpickle is not even looked at.
     checkpoint.save_sharded({"x": torch.ones(1)}, tmp_path / "run")
     (tmp_path / "run" / ".metadata").write_bytes(pickles(trace)[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import warnings
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from ottava import checkpoint
 from ottava.checkpoint import read_state
 from ottava.errors import CheckpointError, OttavaError
-from tests.core.checkpoint.files import contents, lines_of, pickles
+from tests.core.checkpoint.files import contents, lines_of
 
 INDEX = "model.safetensors.index.json"
 STATE = {f"{n}.weight": torch.full((3, n + 1), float(n)) for n in range(5)}
@@ -124,18 +123,6 @@ def test_nested_tensors_are_refused(layout: Any, tmp_path: Path) -> None:
     torch.save({"x": value}, tmp_path / "pt")
     with pytest.raises(OttavaError):
         read_state(tmp_path / "pt")
-
-
-def test_pickles_run_nothing(tmp_path: Path) -> None:
-    trace, path = tmp_path / "trace", tmp_path / "pickle.pt"
-    for raw in pickles(trace):
-        path.write_bytes(raw)
-        with pytest.raises(OttavaError, match=r"pickle\.pt"):
-            read_state(path)
-        assert not trace.exists()
-    # The test could fail.
-    pickle.loads(pickles(trace)[0])
-    assert trace.exists()
 
 
 def test_damaged_files_of_torch_save(tmp_path: Path) -> None:

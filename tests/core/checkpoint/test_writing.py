@@ -194,10 +194,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(
     assert calls == ["sync tensor", "rename x", top]
     calls.clear()
     save_sharded(ONE, tmp_path / "run")
-    written = ["sync rank-0", "sync ottava", "sync .run-1"]
-    assert [call.replace(".run-", ".run-1")[:11] for call in calls[:3]] == [
-        call[:11] for call in written
-    ]
+    assert [call[:10] for call in calls[:3]] == ["sync rank-", "sync ottav", "sync .run-"]
     assert calls[3:] == ["rename run", top]
     calls.clear()
     save_sharded(ONE, tmp_path / "run")

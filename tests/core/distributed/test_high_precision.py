@@ -4,7 +4,6 @@ sets, moves, loads and saves them."""
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import ottava
 from ottava.distributed import HighPrecisionWeight, gather_quantized
 from ottava.errors import DTypeError, ShapeError, UsageError
 from tests.comparing import assert_same
+from tests.copying import by_file
 
 
 def layers() -> Any:
@@ -70,10 +70,7 @@ def test_loading_plain_values(model: Any, assign: bool) -> None:
     assert weight.requires_grad
     assert_same(weight.high_precision(), state["0.weight"])
     # And so does a file hold them.
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    read = torch.load(buffer, weights_only=True)
+    read = by_file(model.state_dict())
     assert {type(value) for value in read.values()} == {torch.Tensor}
     assert_same(read["0.weight"], state["0.weight"])
 

@@ -1,19 +1,15 @@
-"""Master weights on one process, by a quantizer that says nothing about shards; random shards of
-every recipe are in the integration tests, as are most refusals."""
+"""Master weights on one process; random shards of every recipe, and of quantizers that say nothing
+about shards, are in the integration tests, as are most refusals."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ottava
-from ottava import GridQuantizer, Layout
 from ottava.distributed import (
     MasterWeights,
     cast_master_weights_to_fp8,
@@ -24,46 +20,7 @@ from ottava.distributed import (
 )
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import columnwise_layout
-from tests import oracle
 from tests.comparing import assert_same
-
-LAYOUT = Layout(torch.float8_e4m3fn, (None, None))
-SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38, 65520.0, 0.0)
-
-
-class Silent(GridQuantizer):
-    """Overrides its quantization, so that nothing is known about shards."""
-
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        return super().quantize_impl(tensor, dtype)
-
-
-@settings(max_examples=60)
-@given(
-    st.sampled_from((GridQuantizer, Silent)),
-    st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
-    st.lists(st.one_of(st.floats(width=32), st.sampled_from(SPECIAL)), max_size=40),
-    st.integers(1, 4),
-    st.data(),
-)
-def test_a_shard_is_written_and_nothing_else(
-    cls: Any, dtype: torch.dtype, values: list[float], columns: int, data: Any
-) -> None:
-    """Alone, this process holds all there is: what is missing counts as 0. Masters are first
-    rounded to the nominal dtype."""
-    values = values[: len(values) // columns * columns]
-    start = data.draw(st.integers(0, len(values)))
-    stop = data.draw(st.integers(start, len(values)))
-    weight = cls(LAYOUT, columnwise=False).quantize(
-        torch.ones(len(values) // columns, columns, dtype=dtype)
-    )
-    before = weight._rowwise_data.reshape(-1).tolist()
-    shard = torch.tensor(values[start:stop], dtype=torch.float32)
-    quantize_master_weights([weight], [shard.repeat_interleave(2)[::2]], [start])
-    rows = [shard.to(dtype).float().tolist()]
-    expected = oracle.quantize(rows, LAYOUT, dtype)
-    codes = before[:start] + expected.rowwise_data[0] + before[stop:]
-    assert weight._rowwise_data.reshape(-1).tolist() == codes
 
 
 def test_a_plan_serves_new_values_and_follows_what_moved(quantizer: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ottava import Layout, kernels
+from ottava import GridQuantizer, Layout, kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.gemm import LayerProduct, gemm, multiply
 from ottava.gemm import scratch as memory
@@ -73,6 +73,17 @@ def test_extreme_scales_follow_ieee_and_sums_do_not_overflow(dtype: torch.dtype)
             torch.testing.assert_close(got, column, rtol=0, atol=0, equal_nan=True)
         product = scaled_mm(large, large.t(), torch.tensor(2.0**-10), None, None, F16)
         assert product.unique().item() == 625.0
+
+
+@pytest.mark.parametrize("sides", [(32, 8), (8, 32), (12, 8), (None, 8), (8, None)], ids=str)
+def test_blocks_of_two_lengths_share_partial_sums(sides: tuple[int | None, int | None]) -> None:
+    """The summed dimension is cut where the blocks of either operand end."""
+    rows = torch.arange(70) % 7 + 1
+    a, b = (
+        GridQuantizer(Layout(E4M3, (1, side)))(torch.randn(5 + place, 70) * rows)
+        for place, side in enumerate(sides)
+    )
+    check(gemm(a, b, out_dtype=F32), a, b, "fprop")
 
 
 def test_powers_of_two_as_scales_cost_no_rounding() -> None:

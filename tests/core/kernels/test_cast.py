@@ -17,7 +17,7 @@ from ottava.kernels import for_layers, table
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
 from tests.core.conftest import FP8_DTYPES
-from tests.core.placing import check, running_on
+from tests.core.placing import check
 
 Tensor = torch.Tensor
 E4M3, E5M2 = FP8_DTYPES.values()
@@ -198,55 +198,6 @@ def test_operands_of_layers(code_path: str, name: str) -> None:
         assert_same(made, sides, note=arguments)
         for number, expected in case.written.items():
             assert_same(arguments[number], expected)
-
-
-def test_any_strides(code_path: str) -> None:
-    """Sources, data and amaxes in another order in memory."""
-    for dtype in samples.DTYPES:
-        x = samples.tiles(67, 75, dtype=dtype)
-        expected = arrays.quantize(x, Layout(E4M3, (None, None), columnwise="transposed"))
-        scale, amax = expected.rowwise_scale_inv.view(()).reciprocal(), largest(x)
-        for name, view in samples.strided(x):
-            data, transpose, _, _, seen = kernels.quantize(view, E4M3, transposed=True)
-            assert_same(data, expected.rowwise_data, x, name)
-            assert_same(transpose, expected.columnwise_data, note=name)
-            assert_same((seen, kernels.amax(view)), (amax, amax), note=name)
-            both = kernels.cast_transpose(view, torch.tensor(3.0), E4M3)
-            assert_same(both[0], kernels.cast(x, torch.tensor(3.0), E4M3), x, name)
-            assert_same(both[1], both[0].t().contiguous(), note=name)
-    bits = torch.randint(0, 256, (67, 75), dtype=torch.uint8)
-    expected_values = kernels.decode(bits, scale, E5M2, torch.float32)
-    for name, view in samples.strided(bits):
-        assert_same(kernels.transpose(view), bits.t().contiguous(), note=name)
-        assert_same(kernels.decode(view, scale, E5M2, torch.float32), expected_values, note=name)
-    magnitudes = samples.wide(20, 30).abs()
-    expected_scales = kernels.scale_from_amax(magnitudes, E4M3)
-    for name, view in samples.strided(magnitudes):
-        assert_same(kernels.scale_from_amax(view, E4M3), expected_scales, note=name)
-
-
-def test_threads_and_sizes_beyond_the_caches(on_every_isa: Callable[..., None]) -> None:
-    """The work is divided, and large results are written around the caches: the same bytes."""
-    for shape in ((513, 517), (2050, 2100), (3, 70_000)):
-        x = samples.wide(*shape, dtype=torch.bfloat16)
-        parts = arrays.quantize(x, Layout(E4M3, (None, None), columnwise="transposed"))
-        scale_inv = parts.rowwise_scale_inv.view(())
-        layout = Layout(E4M3, (None, None))
-        values = arrays.decode(
-            parts.rowwise_data, scale_inv.view(1, 1), layout, columnwise=False, dtype=x.dtype
-        )
-
-        def run(x: Tensor = x, parts: Any = parts, values: Tensor = values) -> None:
-            for threads in (1, 3):
-                with running_on(threads):
-                    data, transpose, _, inverse, _ = kernels.quantize(x, E4M3, transposed=True)
-                    again = kernels.transpose(data)
-                    found = kernels.decode(data, inverse, E4M3, x.dtype)
-                assert_same(data, parts.rowwise_data, x)
-                assert_same((transpose, again), (parts.columnwise_data,) * 2)
-                assert_same(found, values)
-
-        on_every_isa(run)
 
 
 CHUNK = 1 << 24

@@ -170,20 +170,6 @@ def test_transforms_autograd_and_profiles() -> None:
         assert not kernels.amax(x).requires_grad
 
 
-def all_kernels(x: Tensor) -> list[Tensor]:
-    return [leaf for call in dict(CALLS).values() for leaf in leaves(call(x))]
-
-
-@pytest.mark.slow
-def test_compiled_code_has_the_same_bytes() -> None:
-    """One graph with all operators, for any size."""
-    torch._dynamo.reset()
-    compiled = torch.compile(all_kernels, fullgraph=True, backend="aot_eager", dynamic=True)
-    for shape in ((33, 70), (5, 128)):
-        x = samples.wide(*shape, dtype=torch.bfloat16)
-        assert_same(compiled(x), all_kernels(x), note=shape)
-
-
 @pytest.mark.xdist_group("compiler")
 @pytest.mark.parametrize("shape", [(3, 0), (2, 3, 41)], ids=str)
 def test_operators_are_well_formed(shape: tuple[int, ...]) -> None:

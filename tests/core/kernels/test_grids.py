@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from ottava.kernels.compiled import is_native
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import LAYOUTS as COMMON
-from tests.core.placing import check, running_on
+from tests.core.placing import check
 
 Tensor = torch.Tensor
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -137,47 +136,6 @@ def test_decode(code_path: str, name: str) -> None:
     for data, scales, columnwise, dtype, values in share(decoded(name), code_path):
         arguments = (data, scales, LAYOUTS[name].text, columnwise, dtype)
         check(table.grid_decode, arguments, (values,), (name, tuple(data.shape), arguments[3:]))
-
-
-def test_any_strides(code_path: str) -> None:
-    dtypes = itertools.cycle(samples.DTYPES)
-    for name in ("tensor", "1x128", "rows", "mxfp8", "mxfp8-squares", "int8-8x64"):
-        layout = LAYOUTS[name]
-        x = samples.tiles(67, 75, dtype=next(dtypes))
-        parts = arrays.quantize(x, layout)
-        values = arrays.decode(*parts[:2], layout, columnwise=False, dtype=torch.float32)
-        for (view_name, view), (_, data), (_, scales) in zip(
-            samples.strided(x),
-            samples.strided(parts.rowwise_data),
-            samples.strided(parts.rowwise_scale_inv),
-            strict=True,
-        ):
-            note = (name, view_name)
-            assert_same(kernels.grid_quantize(view, layout), parts, note=note)
-            assert_same(kernels.grid_decode(data, scales, layout, torch.float32), values, note=note)
-    cube = samples.tiles(5, 17, 42)
-    for view in (cube.permute(2, 0, 1), cube[1:, :, 1::3], cube[:, :0], cube[:1].expand(4, 17, 42)):
-        parts = arrays.quantize(view.contiguous(), LAYOUTS["mxfp8"])
-        assert_same(kernels.grid_quantize(view, LAYOUTS["mxfp8"]), parts, note=view.shape)
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "rows", pytest.param("1x128", marks=pytest.mark.slow)])
-def test_threads_and_sizes_beyond_the_caches(on_every_isa: Callable[..., None], name: str) -> None:
-    """Regions and panels that threads share; large results are written around the caches."""
-    layout = LAYOUTS[name]
-    x = samples.tiles(2049, 2113, dtype=torch.bfloat16)
-    parts = arrays.quantize(x, layout)
-    values = arrays.decode(*parts[2:], layout, columnwise=True, dtype=torch.bfloat16)
-
-    def run() -> None:
-        for threads in (1, 3):
-            with running_on(threads):
-                made = kernels.grid_quantize(x, layout)
-                found = kernels.grid_decode(*made[2:], layout, torch.bfloat16, columnwise=True)
-            assert_same(made, parts, note=threads)
-            assert_same(found, values, note=threads)
-
-    on_every_isa(run)
 
 
 def test_by_hand(code_path: str) -> None:

@@ -84,37 +84,6 @@ def test_quantize(layout: Layout, x: torch.Tensor) -> None:
         assert scale_inv.shape == layout.scale_shape(x.shape, columnwise)
 
 
-@given(layouts(), matrices(), st.sampled_from([*samples.DTYPES, torch.float64]))
-@settings(max_examples=40)
-def test_decode(layout: Layout, x: torch.Tensor, dtype: torch.dtype) -> None:
-    """Codes and scales of any kind."""
-    random = np.random.default_rng(x.numel())
-    for columnwise in (False, True):
-        shape = layout.scale_shape(x.shape, columnwise)
-        count = len(oracle.ELEMENTS[oracle.NAMES[layout.element]].values)
-        data = random.integers(0, count, layout.data_shape(x.shape, columnwise)).astype(np.uint8)
-        scale_inv = torch.from_numpy(random.integers(0, 256, shape, np.uint8))
-        if layout.scale is torch.float32:
-            scale_inv = torch.from_numpy(random.choice(NUMBERS, shape).astype(np.float32))
-        got = arrays.decode(
-            torch.from_numpy(data), scale_inv, layout, columnwise=columnwise, dtype=dtype
-        )
-        rows, columns = layout.stored_block(columnwise)
-        expected = [
-            [
-                oracle.dequantize(
-                    int(code),
-                    scale_inv[i // rows if rows else 0, j // columns if columns else 0].item(),
-                    layout,
-                    dtype,
-                )
-                for j, code in enumerate(line)
-            ]
-            for i, line in enumerate(data)
-        ]
-        assert_same(got, torch.tensor(expected, dtype=dtype), note=layout.text)
-
-
 @pytest.mark.parametrize("name", oracle.ELEMENTS)
 def test_codes(name: str) -> None:
     """Every code has the value of ml_dtypes, and every value its code."""

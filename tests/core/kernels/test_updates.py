@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 
 import pytest
 import torch
@@ -13,40 +14,20 @@ from hypothesis import strategies as st
 from ottava import kernels
 from tests import oracle
 from tests.comparing import assert_same
+from tests.recipes_delayed.slot_oracle import Slot, largest
 
 Tensor = torch.Tensor
 AMAXES = [0.0, math.nan, math.inf, 1e-42, 3e38, 2.5, 448.0, -0.0]
 
 
-class State:
-    """Scales and histories of some tensors' slots, and what an update makes of them."""
-
-    def __init__(self, counts: list[int], length: int, maxima: list[float]) -> None:
-        self.maxima = maxima
-        self.scales = [[1.0] * count for count in counts]
-        self.histories = [[[0.0] * count for _ in range(length)] for count in counts]
-
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        scales = [torch.tensor(scale) for scale in self.scales]
-        return scales, [torch.tensor(history).view(len(history), -1) for history in self.histories]
-
-    def update(self, last: list[float], most_recent: bool) -> None:
-        given = iter(zip(last, self.maxima, strict=True))
-        for scale, history in zip(self.scales, self.histories, strict=True):
-            for slot in range(len(scale)):
-                newest, maximum = next(given)
-                history[0][slot] = newest
-                if newest == 0:
-                    continue
-                # A NaN counts only in the step that saw it.
-                older = [row[slot] for row in history[1:] if not math.isnan(row[slot])]
-                amax = newest if most_recent or math.isnan(newest) else max([newest, *older])
-                for row, following in itertools.pairwise(history):
-                    row[slot] = following[slot]
-                history[-1][slot] = newest
-                history[0][slot] = 0.0
-                if math.isfinite(amax) and amax > 0:
-                    scale[slot] = min(oracle.float32(maximum / amax), oracle.FLOAT32_MAX)
+def tensors(groups: list[list[Slot]], length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The scales and the histories of some tensors' slots."""
+    scales = [torch.tensor([slot.scale for slot in slots]) for slots in groups]
+    histories = [
+        torch.tensor([slot.history for slot in slots]).view(len(slots), length).t().contiguous()
+        for slots in groups
+    ]
+    return scales, histories
 
 
 #: The amaxes of all slots, whether they are given as ``last``, and ``most_recent``.
@@ -55,8 +36,10 @@ Step = tuple[list[float], bool, bool]
 
 def check_steps(counts: list[int], length: int, steps: list[Step]) -> None:
     maxima = [[448.0, 57344.0, 28672.0][i % 3] for i in range(sum(counts))]
-    state = State(counts, length, maxima)
-    scales, histories = state.tensors()
+    slots = [Slot(length, maximum) for maximum in maxima]
+    ends = list(itertools.accumulate(counts, initial=0))
+    groups = [slots[start:end] for start, end in itertools.pairwise(ends)]
+    scales, histories = tensors(groups, length)
     for step, (values, is_last, most_recent) in enumerate(steps):
         amaxes = [oracle.float32(value) for value in values]
         last = torch.tensor(amaxes)
@@ -65,8 +48,11 @@ def check_steps(counts: list[int], length: int, steps: list[Step]) -> None:
             history[0] = torch.where(row == 0, row, 123.0) if is_last else row
         given = last if is_last else None
         kernels.update_scales(scales, histories, maxima, most_recent=most_recent, last=given)
-        state.update(amaxes, most_recent)
-        assert_same((scales, histories), state.tensors(), note=step)
+        for slot, amax in zip(slots, amaxes, strict=True):
+            slot.amax_of = operator.itemgetter(0) if most_recent else largest
+            slot.calibrate(amax)
+            slot.update()
+        assert_same((scales, histories), tensors(groups, length), note=step)
 
 
 @st.composite

@@ -19,12 +19,12 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
 
 
-def _nvfp4(block: tuple[int, int] = (1, 16), **fields: Any) -> Layout:
+def nvfp4(block: tuple[int, int] = (1, 16), **fields: Any) -> Layout:
     fields = {"second_level": "tensor", "columnwise": "transposed"} | fields
     return Layout("E2M1", block, fields.pop("scale", E4M3), **fields)
 
 
-def _mx(element: Any, rounding: str, **fields: Any) -> Layout:
+def mx(element: Any, rounding: str, **fields: Any) -> Layout:
     fields = {"columnwise": "transposed"} | fields
     return Layout(element, (1, 32), E8M0, rounding, **fields)
 
@@ -68,13 +68,13 @@ LAYOUTS: dict[str, Layout] = {
     "E2M3-E4M3-squares": Layout("E2M3", (16, 16), E4M3, columnwise="transposed"),
     "E4M3-even": Layout(E4M3, (1, 32), E8M0, "even"),
     "int8-E4M3": Layout(INT8, (2, 16), E4M3),
-    "nvfp4": _nvfp4(),
-    "nvfp4-squares": _nvfp4((16, 16)),
-    "nvfp4-rows": _nvfp4(second_level="row"),
-    "nvfp4-rotated": _nvfp4(rotation=Rotation(16, 0b1011, "columnwise")),
-    "nvfp4-rotated-both": _nvfp4(rotation=Rotation(32, 0xDEADBEEF, "both")),
-    "mxfp4": _mx("E2M1", "even"),
-    "mxfp4-squares": _mx("E2M1", "even", shared=(32, 32)),
+    "nvfp4": nvfp4(),
+    "nvfp4-squares": nvfp4((16, 16)),
+    "nvfp4-rows": nvfp4(second_level="row"),
+    "nvfp4-rotated": nvfp4(rotation=Rotation(16, 0b1011, "columnwise")),
+    "nvfp4-rotated-both": nvfp4(rotation=Rotation(32, 0xDEADBEEF, "both")),
+    "mxfp4": mx("E2M1", "even"),
+    "mxfp4-squares": mx("E2M1", "even", shared=(32, 32)),
     "int4-rows": Layout("INT4", (1, None), columnwise="transposed"),
     "two-levels-own": Layout(E4M3, (1, 32), E4M3, second_level="row"),
     "two-levels-4x4": Layout(E4M3, (4, 4), "UE5M3", columnwise="transposed", second_level="tensor"),
@@ -84,42 +84,42 @@ LAYOUTS: dict[str, Layout] = {
 #: Layouts with packed elements, a second level, candidates, a rotation or stochastic rounding.
 LEVELS: dict[str, Layout] = {
     **{n: LAYOUTS[n] for n in ("int4-rows", "nvfp4", "nvfp4-squares", "nvfp4-rows")},
-    "mxfp4-up": _mx("E2M1", "up"),
-    "mxfp4-floor": _mx("E2M1", "floor"),
-    "mxfp4-even": _mx("E2M1", "even"),
-    "mxfp4-nearest-squares": _mx("E2M1", "nearest", shared=(32, 32)),
-    "int4-nearest": _mx("INT4", "nearest"),
+    "mxfp4-up": mx("E2M1", "up"),
+    "mxfp4-floor": mx("E2M1", "floor"),
+    "mxfp4-even": mx("E2M1", "even"),
+    "mxfp4-nearest-squares": mx("E2M1", "nearest", shared=(32, 32)),
+    "int4-nearest": mx("INT4", "nearest"),
     "int4-stochastic": Layout("INT4", (1, 8), columnwise="transposed", stochastic=True),
     "E2M1-tensor": Layout("E2M1", (None, None), rounding="floor", columnwise="transposed"),
-    "E2M1-UE5M3": _nvfp4(scale="UE5M3", second_level="none"),
-    "E2M1-UE5M3-levels": _nvfp4(scale="UE5M3"),
-    "nvfp4-shared-squares": _nvfp4(shared=(16, 16)),
-    "nvfp4-rotated": _nvfp4(rotation=HADAMARD),
-    "nvfp4-gradients": _nvfp4(rotation=HADAMARD, stochastic=True),
-    "nvfp4-stochastic": _nvfp4(stochastic=True),
-    "nvfp4-rows-rotated": _nvfp4(second_level="row", rotation=Rotation(32, SIGNS)),
-    "nvfp4-squares-stochastic": _nvfp4(block=(16, 16), stochastic=True),
-    "nvfp4-rows-stochastic": _nvfp4(second_level="row", stochastic=True),
-    "4over6": _nvfp4(**FOUR_SIX),
-    "4over6-MSE-448": _nvfp4(candidates=(1.0, 1.5), error="MSE"),
-    "4over6-squares": _nvfp4((16, 16), **FOUR_SIX),
-    "4over6-squares-MSE": _nvfp4((16, 16), error="MSE", **FOUR_SIX),
-    "4over6-shared-squares": _nvfp4(shared=(16, 16), **FOUR_SIX),
-    "4over6-rows": _nvfp4(second_level="row", **FOUR_SIX),
-    "three-candidates-one-level": _nvfp4(second_level="none", candidates=(1.0, 1.5, 0.75)),
-    "candidates-of-powers": _mx("E2M1", "even", candidates=(1.0, 0.5)),
+    "E2M1-UE5M3": nvfp4(scale="UE5M3", second_level="none"),
+    "E2M1-UE5M3-levels": nvfp4(scale="UE5M3"),
+    "nvfp4-shared-squares": nvfp4(shared=(16, 16)),
+    "nvfp4-rotated": nvfp4(rotation=HADAMARD),
+    "nvfp4-gradients": nvfp4(rotation=HADAMARD, stochastic=True),
+    "nvfp4-stochastic": nvfp4(stochastic=True),
+    "nvfp4-rows-rotated": nvfp4(second_level="row", rotation=Rotation(32, SIGNS)),
+    "nvfp4-squares-stochastic": nvfp4(block=(16, 16), stochastic=True),
+    "nvfp4-rows-stochastic": nvfp4(second_level="row", stochastic=True),
+    "4over6": nvfp4(**FOUR_SIX),
+    "4over6-MSE-448": nvfp4(candidates=(1.0, 1.5), error="MSE"),
+    "4over6-squares": nvfp4((16, 16), **FOUR_SIX),
+    "4over6-squares-MSE": nvfp4((16, 16), error="MSE", **FOUR_SIX),
+    "4over6-shared-squares": nvfp4(shared=(16, 16), **FOUR_SIX),
+    "4over6-rows": nvfp4(second_level="row", **FOUR_SIX),
+    "three-candidates-one-level": nvfp4(second_level="none", candidates=(1.0, 1.5, 0.75)),
+    "candidates-of-powers": mx("E2M1", "even", candidates=(1.0, 0.5)),
     "candidates-of-floats": Layout("E3M2", (3, 5), candidates=(1.0, 1.25), error="MSE"),
-    "rotated-32-both": _mx("E2M1", "up", rotation=Rotation(32, 0x8421_1234, "both")),
-    "rotated-64-rowwise": _mx("E2M3", "nearest", rotation=Rotation(64, 5, "rowwise")),
+    "rotated-32-both": mx("E2M1", "up", rotation=Rotation(32, 0x8421_1234, "both")),
+    "rotated-64-rowwise": mx("E2M3", "nearest", rotation=Rotation(64, 5, "rowwise")),
     "rotated-128-rows": Layout(
         E4M3, (1, None), columnwise="transposed", rotation=Rotation(128, 1 << 127, "both")
     ),
-    "E4M3-rotated-own": _mx(E4M3, "up", columnwise="own", rotation=Rotation(16, 3, "rowwise")),
-    "stochastic-rotated-both": _mx(
+    "E4M3-rotated-own": mx(E4M3, "up", columnwise="own", rotation=Rotation(16, 3, "rowwise")),
+    "stochastic-rotated-both": mx(
         "E3M2", "floor", stochastic=True, rotation=Rotation(16, SIGNS, "both")
     ),
     "stochastic-tensor": Layout(E5M2, (None, None), stochastic=True),
-    "stochastic-mxint8": _mx("MXINT8", "floor", columnwise="own", stochastic=True),
+    "stochastic-mxint8": mx("MXINT8", "floor", columnwise="own", stochastic=True),
     "E4M3-levels-own": Layout(E4M3, (1, 16), E4M3, second_level="row", columnwise="own"),
     "mxint8-levels-bound": Layout(
         "MXINT8S", (4, 8), "UE5M3", second_level="tensor", bound=1000.3, columnwise="own"

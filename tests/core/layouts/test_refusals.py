@@ -43,6 +43,12 @@ def parts(**replaced: Any) -> dict[str, Any]:
     return made | replaced
 
 
+def on_meta(direction: str, *, of: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a direction on another device than those of the other one."""
+    return {name: part.to("meta") for name, part in of.items() if direction in name}
+
+
+TURNED = {"columnwise_data": of_bytes(70, 33), "columnwise_scale_inv": of_bytes(3, 33)}
 # What is replaced, the error, and its words.
 CONSTRUCTION: list[tuple[dict[str, Any], type[OttavaError], str]] = [
     (
@@ -51,23 +57,12 @@ CONSTRUCTION: list[tuple[dict[str, Any], type[OttavaError], str]] = [
         r"rowwise_scale_inv.*\(33, 4\).*\(33, 3\)",
     ),
     ({"columnwise_scale_inv": of_bytes(70, 2)}, ShapeError, r"\(70, 2\).*\(2, 70\)"),
-    (
-        {"columnwise_data": of_bytes(70, 33), "columnwise_scale_inv": of_bytes(3, 33)},
-        ShapeError,
-        r"columnwise_data.*\(70, 33\).*\(33, 70\)",
-    ),
+    (TURNED, ShapeError, r"columnwise_data.*\(70, 33\).*\(33, 70\)"),
     ({"rowwise_scale_inv": None}, UsageError, "rowwise_scale_inv is missing"),
     ({"rowwise_data": None}, UsageError, "rowwise_data is missing"),
     ({"rowwise_data": of_bytes(33, 70, device="meta")}, DeviceError, "cpu, its operand on meta"),
     ({"columnwise_scale_inv": of_bytes(2, 70, device="meta")}, DeviceError, "on meta"),
-    (
-        {
-            "columnwise_data": of_bytes(33, 70, device="meta"),
-            "columnwise_scale_inv": of_bytes(2, 70, device="meta"),
-        },
-        DeviceError,
-        "cpu and meta",
-    ),
+    (on_meta("columnwise", of=parts()), DeviceError, "cpu and meta"),
     ({"rowwise_data": torch.zeros(33, 70)}, DTypeError, "rowwise_data is of torch.float32"),
     ({"columnwise_data": of_bytes(33, 70, dtype=torch.int8)}, DTypeError, "int8"),
     ({"rowwise_data": of_bytes(33, 70, dtype=E5M2)}, DTypeError, "e5m2.*e4m3"),
@@ -139,34 +134,23 @@ def packed_parts(**replaced: Any) -> dict[str, Any]:
     return made | replaced
 
 
+ONE_LEVEL = {
+    "layout": LAYOUTS["int4-rows"],
+    "rowwise_scale_inv": torch.ones(33, 1),
+    "columnwise_scale_inv": torch.ones(70, 1),
+}
 PACKED_CONSTRUCTION: list[tuple[dict[str, Any], type[OttavaError], str]] = [
     ({"amax_rowwise": None}, UsageError, "amax_rowwise is missing"),
     ({"amax_columnwise": torch.ones(70)}, ShapeError, r"amax.*\(70,\)"),
     ({"amax_rowwise": torch.ones((), dtype=torch.float64)}, DTypeError, "amax.*float64"),
     ({"layout": LAYOUTS["mxfp4"]}, ShapeError, r"rowwise_scale_inv.*\(33, 5\).*\(33, 3\)"),
-    (
-        {
-            "layout": LAYOUTS["int4-rows"],
-            "rowwise_scale_inv": torch.ones(33, 1),
-            "columnwise_scale_inv": torch.ones(70, 1),
-        },
-        UsageError,
-        "amax_rowwise in a layout without a second level",
-    ),
+    (ONE_LEVEL, UsageError, "amax_rowwise in a layout without a second level"),
     ({"rowwise_scale_inv": of_bytes(33, 4)}, ShapeError, r"\(33, 4\).*\(33, 5\)"),
     ({"columnwise_data": None}, UsageError, "columnwise_data is missing"),
     ({"rowwise_data": torch.zeros(33, 35)}, DTypeError, "rowwise_data is of torch.float32"),
     ({"shape": (33, 68)}, ShapeError, r"rowwise_data.*\(33, 68\).*\(33, 35\).*\(33, 34\)"),
     ({"shape": (35, 70)}, ShapeError, r"rowwise_data.*\(35, 70\)"),
-    (
-        {
-            "columnwise_data": of_bytes(70, 17, device="meta"),
-            "columnwise_scale_inv": of_bytes(70, 3, device="meta"),
-            "amax_columnwise": torch.ones((), device="meta"),
-        },
-        DeviceError,
-        "cpu and meta",
-    ),
+    (on_meta("columnwise", of=packed_parts()), DeviceError, "cpu and meta"),
 ]
 
 

@@ -6,9 +6,7 @@ A weight of 1/3 is no number of E4M3. So the output of a layer shows how a step 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava import GridQuantizer, Layout
 from ottava.errors import OptionError, UsageError
+from tests.copying import by_pickle
 
 THIRD = torch.tensor(1 / 3).item()
 FIRST, LAST, STEPS = 2, 4, 6
@@ -223,59 +222,50 @@ def test_compiled_code_is_not_recomputed_where_the_precision_changes() -> None:
     assert net.state_dict()["0.recipe_state.steps"] == 3
 
 
-@pytest.mark.parametrize(
-    ("at", "compiled"),
-    [
-        *((at, False) for at in (1, 2, 4, 5)),
-        (2, True),
-    ],
-)
-def test_a_resumed_run_goes_on_where_it_was_saved(at: int, compiled: bool) -> None:
-    torch.compiler.reset()
-    first = model(Scheduled())
-    steps(first, at)
-    saved = {name: value.clone() for name, value in first.state_dict().items()}
-    second = model(Scheduled())
-    second.load_state_dict(saved)
-    run = torch.compile(second, backend="aot_eager", fullgraph=True) if compiled else second
-    with torch.no_grad():
-        assert is_high_precision(second(torch.ones(16, 16))) == EXPECTED[at - 1]
-    assert steps(run, STEPS - at) == EXPECTED[at:]
+def saved(net: torch.nn.Module) -> torch.nn.Module:
+    """A model that is resumed from the state of another."""
+    resumed = model(Scheduled())
+    resumed.load_state_dict({name: value.clone() for name, value in net.state_dict().items()})
+    return resumed
 
 
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))],
-    ids=["copy", "pickle"],
-)
-def test_a_copy_counts_its_own_steps(duplicate: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, saved])
+@pytest.mark.parametrize("at", [1, 2, 4, 5])
+def test_a_copy_goes_on_where_it_was_made(at: int, duplicate: Callable[..., Any]) -> None:
     net = model(Scheduled())
-    steps(net, 1)
-    assert steps(duplicate(net), STEPS - 1) == EXPECTED[1:]
-    assert steps(net, STEPS - 1) == EXPECTED[1:]
+    steps(net, at)
+    twin = duplicate(net)
+    with torch.no_grad():
+        assert is_high_precision(twin(torch.ones(16, 16))) == EXPECTED[at - 1]
+    for each in (twin, net):
+        assert steps(each, STEPS - at) == EXPECTED[at:]
 
 
-def test_a_reset_layer_starts_again() -> None:
+def test_a_compiled_run_is_resumed() -> None:
+    torch.compiler.reset()
+    net = model(Scheduled())
+    steps(net, 2)
+    resumed = torch.compile(saved(net), backend="aot_eager", fullgraph=True)
+    assert steps(resumed, STEPS - 2) == EXPECTED[2:]
+
+
+def test_a_reset_and_a_plain_state_dict_start_again() -> None:
     net = model(Scheduled())
     steps(net, 3)
     net[0].recipe_state.reset()
+    assert steps(net, 3) == EXPECTED[:3]
+    with pytest.warns(UserWarning, match="no scaling state for a layer"):
+        net.load_state_dict({"0.weight": torch.full((16, 16), THIRD)})
     assert steps(net) == EXPECTED
 
 
-def test_a_calibrating_block_counts_no_step() -> None:
+def test_calibration_evaluation_and_high_precision_count_no_step() -> None:
     net = model(Scheduled())
-    for _ in range(3):
-        with ottava.autocast(calibrating=True):
-            net(ones())
-    assert steps(net) == EXPECTED
-
-
-def test_a_region_in_high_precision_counts_no_step() -> None:
-    net = model(Scheduled())
-    for region in (ottava.autocast(enabled=False), torch.no_grad(), nullcontext()):
+    regions = ottava.autocast(calibrating=True), ottava.autocast(enabled=False), torch.no_grad()
+    for region in (*regions, regions[0]):
         with region:
             net(torch.ones(16, 16))
-    assert net.state_dict()["0.recipe_state.steps"] == 1
+    assert steps(net) == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -311,14 +301,6 @@ def test_compiled_code_refuses_to_make_the_state() -> None:
     torch.compiler.reset()
     with pytest.raises(Exception, match=r"UsageError|compiled code cannot make one"):
         torch.compile(in_region(Scheduled()), backend="eager", fullgraph=True)(ones())
-
-
-def test_a_plain_state_dict_starts_afresh() -> None:
-    net = model(Scheduled())
-    steps(net, 3)
-    with pytest.warns(UserWarning, match="no scaling state for a layer"):
-        net.load_state_dict({"0.weight": torch.full((16, 16), THIRD)})
-    assert steps(net) == EXPECTED
 
 
 def test_the_number_is_a_plain_tensor_of_the_state_dict() -> None:
