@@ -17,6 +17,7 @@ import ottava
 import ottava_debug
 from benchmarks.installed import recipes
 from ottava_debug import Inspection, Watch
+from tests.comparing import assert_same
 from tests.debug.by_hand import TENSORS, inputs, layer_of, passes
 
 RECIPES = [name for name in recipes() if name != "custom"]
@@ -116,11 +117,6 @@ def steps(layer: Layer, call: Any, count: int = 2) -> tuple[list[torch.Tensor], 
     return [t.clone() for t in found if t is not None], layer.state_dict()
 
 
-def assert_all_equal(found: Any, expected: Any) -> None:
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 # Every recipe is in the long run: the recipes share the code that is watched.
 SHORT = [
     pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow)
@@ -136,13 +132,13 @@ def test_watching_changes_nothing(recipe: str | None, dtype: torch.dtype) -> Non
         layer, looks = layer_of(recipe, dtype=dtype), Looks()
         with Watch(lambda layer, looks=looks: looks):
             found, own_state = steps(layer, call)
-        assert_all_equal(found, expected)
-        assert_all_equal(list(own_state.values()), list(state.values()))
+        assert_same(found, expected)
+        assert_same(list(own_state.values()), list(state.values()))
         assert ("fprop", "weight") in {seen[:2] for seen in looks.seen}, name
         expected, _ = steps(layer_of(None, dtype=dtype), call)
         with Watch(lambda layer: Plain()):
             found, _ = steps(layer_of(recipe, dtype=dtype), call)
-        assert_all_equal(found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, None])
@@ -191,7 +187,7 @@ def test_modified_operands_are_not_recorded_by_a_recipe_with_state() -> None:
         with Watch(lambda layer: Doubles(*operands)):
             modified = passes(layer, x, dy)
         assert not torch.equal(modified["output"], passes(other, x, dy)["output"])
-    assert_all_equal(list(layer.state_dict().values()), list(other.state_dict().values()))
+    assert_same(list(layer.state_dict().values()), list(other.state_dict().values()))
 
 
 def test_a_modified_gradient_of_the_weight_is_added_to_main_grad() -> None:
