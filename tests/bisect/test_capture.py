@@ -171,7 +171,7 @@ def test_above_and_when_decide_whether_the_file_is_written(path: Path) -> None:
     assert ottava.nn.function.inspector is None
 
 
-def test_errors_of_the_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_step(path: Path) -> None:
     model, (x, y) = converted(Model(), "current"), data()
     with (
         pytest.raises(ArithmeticError),
@@ -183,27 +183,13 @@ def test_errors_of_the_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ArithmeticError), capture(model, path):
         step_of(model, x, y)
         raise ArithmeticError
+    assert not model._forward_pre_hooks
+    assert ottava.nn.function.inspector is None
     assert Bundle.read(path).events == ["forward 0", "backward 0"]
     # Gradients of before are not measured.
     with capture(model, path) as step:
         step_of(model, x, y)
     assert step.grad_norm is None
-    # An interrupt leaves no hooks.
-    path.unlink()
-    interrupts, remove = [KeyboardInterrupt], torch.utils.hooks.RemovableHandle.remove
-
-    def interrupted(handle: Any) -> None:
-        if interrupts:
-            raise interrupts.pop()
-        remove(handle)
-
-    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "remove", interrupted)
-    with pytest.raises(KeyboardInterrupt), capture(model, path):
-        step_of(model, x, y)
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-    assert ottava.nn.function.inspector is None
-    assert not path.exists()
 
 
 def test_what_is_refused(path: Path, tmp_path: Path) -> None:
