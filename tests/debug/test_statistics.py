@@ -54,25 +54,6 @@ def measured(
 # -- the numbers --
 
 
-def test_statistics_of_values(initialize: Initialize) -> None:
-    writer = Writer()
-    tensors = ", ".join(EVERY_TENSOR)
-    options = f"tensors: [{tensors}], stats: [{', '.join(VALUES)}, exponents], freq: 2"
-    initialize(section("LogTensorStats", options), tb_writer=writer)
-    layer, expected = layer_of("current"), {}
-    for step in range(3):
-        x, dy = inputs(seed=step)
-        values = passes(layer, x, dy)
-        values |= {"activation": x, "weight": layer.weight.detach(), "gradient": dy}
-        for tensor in EVERY_TENSOR if step % 2 == 0 else ():
-            found = statistics(values[tensor]) | {
-                f"exponents_{e}": count for e, count in exponents(values[tensor]).items()
-            }
-            expected |= {(f"layer_{tensor}_{stat}", step): v for stat, v in found.items()}
-        debug_api.step()
-    assert writer.scalars == pytest.approx(expected, rel=1e-6)
-
-
 def of_the_format(x: torch.Tensor) -> dict[str, float]:
     """The losses of an input under current scaling, and the extremes of its scales."""
     q = quantized("current", "fprop", "activation", x)

@@ -61,26 +61,6 @@ def test_bytes_and_scales_are_those_of_the_oracle(
 # -- tensors --
 
 
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
-def test_the_parts_are_those_of_the_usages(rowwise: bool, columnwise: bool) -> None:
-    for shape, internal in itertools.product([(4, 6), (2, 3, 4), (5,), (0, 3)], (False, True)):
-        x, quantizer = torch.randn(shape), reference(E4M3, rowwise, columnwise)
-        quantizer.internal = internal
-        tensor, both = quantizer(x), reference(E4M3)(x)
-        assert isinstance(tensor, torch.Tensor) is not internal
-        for held, data, scale, expected in (
-            (rowwise, tensor.data, tensor.scale, codes(both)),
-            (columnwise, tensor.data_t, tensor.scale_t, codes(both).movedim(-1, 0)),
-        ):
-            assert (data is not None) is (scale is not None) is held
-            if held:
-                assert data.dtype == E4M3
-                assert_same(data.view(torch.uint8), expected, note=shape)
-                assert_same(scale, both.scale)
-        assert tensor.original_shape == tuple(tensor.size()) == shape
-        assert_same(tensor.dequantize(), both.dequantize())
-
-
 def test_update_usage_turns_one_usage_into_the_other() -> None:
     tensor = reference(E4M3, columnwise=False)(torch.randn(4, 6))
     values, order = tensor.dequantize(), ((1, 1), (0, 1), (1, 1), (1, 0), (0, 1), (1, None))
