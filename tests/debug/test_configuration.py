@@ -3,7 +3,6 @@ allowed."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -139,19 +138,10 @@ def test_options_of_a_feature_are_refused(feature: str, initialize: Initialize) 
             initialize(section(feature, options))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path, initialize: Initialize) -> None:
-    (tmp_path / "folder.yaml").mkdir()
-    os.mkfifo(tmp_path / "pipe.yaml")
-    (tmp_path / "utf16.yaml").write_bytes(GOOD.encode("utf-16"))
-    for name, words in {
-        "nowhere.yaml": r"nowhere\.yaml cannot be read",
-        "folder.yaml": "is no regular file. Expected: a YAML file",
-        "pipe.yaml": "is no regular file. Expected: a YAML file",
-        "utf16.yaml": "line 1: byte 0xff is not UTF-8. Expected: UTF-8",
-    }.items():
-        with pytest.raises(OptionError, match=words):
-            debug_api.initialize(config_file=str(tmp_path / name), log_dir=str(tmp_path))
-    # It can be corrected in the same process; a file is not required.
+def test_a_file_that_cannot_be_read(tmp_path: Path, initialize: Initialize) -> None:
+    """It can be corrected in the same process; a file is not required."""
+    with pytest.raises(OptionError, match=r"nowhere\.yaml cannot be read"):
+        debug_api.initialize(config_file=str(tmp_path / "nowhere.yaml"), log_dir=str(tmp_path))
     debug_api.initialize(log_dir=str(tmp_path))
     assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is True
     initialize(GOOD)
