@@ -21,7 +21,6 @@ import ottava_debug
 from ottava.errors import DTypeError, OptionError
 from tests.debug.by_hand import (
     ROLES,
-    TENSORS,
     Writer,
     block_range,
     exponents,
@@ -36,7 +35,6 @@ from tests.debug.yaml_files import section
 
 Initialize = Callable[..., Path]
 VALUES = list(statistics(torch.ones(2)))
-EVERY_TENSOR = sorted({tensor for tensors in TENSORS.values() for tensor in tensors})
 
 
 def measured(
