@@ -229,8 +229,7 @@ def test_patterns_that_match_no_layer_are_named_once(initialize: Initialize) -> 
     assert "line 3: section 'first', layers: exact_layer_names 'b.fc1' matches no" in first_words
     assert "line 8: section 'second', layers: layer_name_regex_pattern 'att" in second_words
     assert second_words.endswith("Layers that ran: 'a.fc1'")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         debug_api.step()
         debug_api.end_debug()
     # They are named at the end, too, where no step has ended.

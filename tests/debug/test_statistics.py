@@ -186,8 +186,7 @@ def test_layers_of_one_name_have_weights_of_their_own(initialize: Initialize) ->
     words = "several layers are called 'layer'.*infer_and_assign_layer_names"
     with pytest.warns(UserWarning, match=words):
         second(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         first(x)
         second(x)
     debug_api.step()
@@ -229,8 +228,7 @@ def test_what_is_not_quantized_is_told_once(stat: str, tensor: str, words: str) 
     with ottava_debug.statistics(layer, stat, tensors=tensor) as run:
         with pytest.warns(UserWarning, match=words):
             layer(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             layer(x)
     assert run.found == []
 
@@ -308,6 +306,5 @@ def test_a_logger_that_fails_is_told_once() -> None:
         with pytest.warns(UserWarning, match=words):
             run.step()
         layer(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             run.step()

@@ -3,7 +3,6 @@ products take and give."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import product
@@ -234,27 +233,3 @@ def test_compiled_layers_follow_the_steps_and_others_stay_in_one_graph() -> None
         for y, right in zip(found, (expected, plain, expected), strict=True):
             assert torch.equal(y, right)
         assert torch.equal(parts(x), expected)
-
-
-def test_a_layer_without_a_feature_is_called_as_ever() -> None:
-    def python_calls() -> list[str]:
-        found: list[str] = []
-
-        def profile(frame: Any, event: str, _: Any) -> None:
-            if event == "call":
-                found.append(frame.f_code.co_qualname)
-
-        sys.setprofile(profile)
-        try:
-            layer(x)
-        finally:
-            sys.setprofile(None)
-        return found
-
-    layer, other, (x, _) = layer_of("current"), layer_of("current", "other"), inputs()
-    layer(x)
-    before = python_calls()
-    with ottava_debug.fake_quant(other, "FP8E4M3"):
-        # While another layer has a feature, the layer is looked up.
-        assert len(before) < len(python_calls()) <= len(before) + 6
-    assert python_calls() == before
