@@ -40,6 +40,24 @@ class Net(torch.nn.Module):
         return self.lm_head(y) + self.shift
 
 
+def sources_of(state: dict[str, torch.Tensor], folder: Path) -> list[Path]:
+    """A state dict in each form that checkpoints have: files, and folders of files."""
+    names = "plain.safetensors", "own.safetensors", "one.pt", "sharded", "indexed", "folder"
+    plain, own, pickled, sharded, indexed, whole = places = [folder / name for name in names]
+    indexed.mkdir(parents=True)
+    whole.mkdir()
+    safetensors.torch.save_file(state, plain)
+    safetensors.torch.save_file(state, whole / "model.safetensors")
+    checkpoint.save_file(state, own)
+    torch.save(state, pickled)
+    checkpoint.save_sharded(state, sharded)
+    for name, tensor in state.items():
+        safetensors.torch.save_file({name: tensor}, indexed / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in state}}
+    (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
+    return places
+
+
 def plain(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays in a file, by json and numpy."""
     raw = path.read_bytes()
