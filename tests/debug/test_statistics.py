@@ -21,6 +21,7 @@ import ottava_debug
 from ottava.errors import DTypeError, OptionError
 from tests.debug.by_hand import (
     ROLES,
+    FullDisk,
     Writer,
     block_range,
     exponents,
@@ -294,13 +295,9 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_a_logger_that_fails_is_told_once() -> None:
-    class Broken(Writer):
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            raise OSError("disk full")
-
     layer = layer_of("current")
     x, _ = inputs()
-    with ottava_debug.statistics(layer, "amax", tb_writer=Broken(), on_error="warn") as run:
+    with ottava_debug.statistics(layer, "amax", tb_writer=FullDisk(), on_error="warn") as run:
         layer(x)
         words = r"LogTensorStats: step failed: .*amax of .*of layer ''.*OSError: disk full.*off"
         with pytest.warns(UserWarning, match=words):

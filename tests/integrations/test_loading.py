@@ -19,7 +19,7 @@ from ottava_integrations.formats import SCHEMES, Scheme, published_tensors
 from ottava_integrations.formats.configurations import other_files, quantization_config
 from ottava_integrations.formats.schemes import Library
 from tests.comparing import assert_same, unchanged
-from tests.integrations.files import Net
+from tests.integrations.files import Net, published_parts
 
 _SIDE = 128
 #: The schemes that a configuration, and not the header of a file, describes.
@@ -30,11 +30,8 @@ def checkpoint(folder: Path, scheme: Scheme, activations: str | None = None) -> 
     """Write a checkpoint of a scheme; its tensors."""
     net = Net().bfloat16()
     tensors: dict[str, torch.Tensor] = {}
-    quantizer = scheme.exports_as.make().quantizer("weight")
-    quantizer.set_usage(rowwise=True, columnwise=False)
     for name in ("up", "down"):
-        weight = quantizer(net.get_submodule(name).weight.detach())
-        for suffix, tensor in published_tensors(weight, scheme, torch.bfloat16).items():
+        for suffix, tensor in published_parts(net.get_submodule(name).weight, scheme).items():
             tensors[f"{name}.{suffix}"] = tensor.contiguous()
     for name in ("up.bias", "norm.weight", "norm.bias", "embed.weight"):
         tensors[name] = net.get_parameter(name).detach() + 1
