@@ -77,8 +77,7 @@ def seed(number: int) -> None:
 
 
 def converted(model: torch.nn.Module, recipe: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return ottava.convert(model, recipe, **options)
 
 

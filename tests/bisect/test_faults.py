@@ -279,17 +279,3 @@ def test_a_recipe_file_that_does_not_fix_the_step_is_told(
     report = bisect(path, Stack)
     assert report.after <= report.tolerance < report.verified
     assert "under the recipe file the step is still wrong" in report.notes
-
-
-@pytest.mark.slow
-def test_a_hundred_layers_take_tens_of_replays(tmp_path: Path) -> None:
-    progress: list[tuple[int, int]] = []
-    path = captured(outlier(Stack(100), 57), tmp_path / "step")
-    report = bisect(path, lambda: Stack(100), progress=lambda *about: progress.append(about))
-    # What goes forward through one of a hundred layers matters less than what comes back.
-    expected = operands("layers.57", "weight", "fprop", "dgrad")
-    assert expected - {("layers.57", "fprop", "weight")} <= blamed(report) <= expected
-    assert report.solved
-    assert report.operands["quantized"] == 600
-    assert report.replays <= 40
-    assert 10 <= progress[0][1] <= 40

@@ -155,3 +155,10 @@ class Writer:
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self.scalars[name, step] = value
+
+
+class FullDisk(Writer):
+    """A writer that fails."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        raise OSError("disk full")

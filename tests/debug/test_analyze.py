@@ -15,7 +15,7 @@ from safetensors.torch import save_file as save_plain
 import ottava
 import ottava_debug
 from benchmarks.installed import recipes
-from ottava.checkpoint import save_file, save_sharded
+from ottava.checkpoint import save_file
 from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFoundError, UsageError
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
@@ -26,6 +26,7 @@ from ottava_debug.analysis.report import most_underflow
 from ottava_debug.analysis.terminal import sentences
 from tests.debug.analyses import command, decoded, demo_checkpoint, noise_of, tensor_of
 from tests.debug.by_hand import exponents, losses
+from tests.integrations.files import sources_of
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,6 @@ def test_layers_that_need_high_precision_are_suggested(
     assert report.best_recipe() not in ("current", "delayed")
     ranked = [tensor.noise[recipe].quality for tensor, recipe in report.worst(16)]
     assert ranked == sorted(ranked)
-    assert {tensor.layer for tensor, _ in report.worst(2)} == {*kept}
     summary = next(each for each in report.summaries() if each.recipe == "current")
     assert summary.kept == tuple(kept)
     assert summary.lowest_sqnr == min(t.noise["current"].sqnr for t in report.tensors)
@@ -89,22 +89,13 @@ def test_layers_that_need_high_precision_are_suggested(
     for layer in report.layers:
         rows = recipe.explain(ottava.QuantizerRole("linear", "weight", layer)).rowwise
         assert rows == ("identity" if layer in kept else "current E4M3")
-    text = (tmp_path / "kept.yaml").read_text()
-    assert "# weight: underflow" in text
+    assert "Recipe custom left out: without a file" in "".join(sentences(report, 5))
     options = ("--recipe", "current", "--recipe-file", tmp_path / "same.yaml", "--rows", 3)
     done = command(demo, *options)
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "same.yaml").read_text() == text
-    for words in (
-        "blocks.2.down",
-        "2 of 16",
-        "13 more tensors are not shown",
-        "tied to tokens.weight",
-        "Suggested: current, with 2 of 16 layers in high precision.",
-        "same.yaml",
-    ):
-        assert words in done.output
-    assert "Recipe custom left out: without a file" in "".join(sentences(report, 5))
+    assert (tmp_path / "same.yaml").read_text() == (tmp_path / "kept.yaml").read_text()
+    assert "13 more tensors are not shown" in done.output
+    assert "Suggested: current, with 2 of 16 layers in high precision." in done.output
 
 
 def test_the_limits_of_noise_and_of_underflow_belong_together(demo: Path) -> None:
@@ -235,22 +226,17 @@ def test_a_recipe_that_fails_is_named_and_the_others_go_on() -> None:
 
 def test_every_source_gives_the_same_report(tmp_path: Path) -> None:
     state = {f"{name}.weight": torch.randn(32, 64) for name in ("a", "b.c", "d")}
-    save_plain(state, tmp_path / "plain.safetensors")
-    torch.save(state, tmp_path / "one.pt")
-    save_file(state, tmp_path / "own.safetensors")
-    save_sharded(state, tmp_path / "sharded")
-    for folder in ("indexed", "folder", "torch"):
-        (tmp_path / folder).mkdir()
-    for name, weight in state.items():
-        for folder in ("indexed", "folder"):
-            save_plain({name: weight}, tmp_path / folder / f"{name}.safetensors")
-        torch.save({name: weight}, tmp_path / "torch" / f"pytorch_model-{name}.bin")
-    torch.save({"never": "read"}, tmp_path / "torch" / "training_args.bin")
-    index = {"weight_map": {name: f"{name}.safetensors" for name in state}}
-    (tmp_path / "indexed" / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = ottava_debug.analyze(state, recipes=["current"])
     assert (expected.source, expected.layers) == ("a state dict", ("a", "b.c", "d"))
-    for source in tmp_path.iterdir():
+    # Folders of several files need no index.
+    several, by_torch = tmp_path / "several", tmp_path / "torch"
+    for folder in (several, by_torch):
+        folder.mkdir()
+    for name, weight in state.items():
+        save_plain({name: weight}, several / f"part-{name}.safetensors")
+        torch.save({name: weight}, by_torch / f"pytorch_model-{name}.bin")
+    torch.save({"never": "read"}, by_torch / "training_args.bin")
+    for source in (*sources_of(state, tmp_path / "in"), several, by_torch):
         found = ottava_debug.analyze(source, recipes=["current"])
         assert {t.layer: t for t in found.tensors} == {t.layer: t for t in expected.tensors}
 

@@ -19,6 +19,7 @@ from ottava.cli.main import app
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.nn import TransposedLinear
 from ottava_debug.analysis.measuring import Series
+from tests.comparing import unchanged
 from tests.debug import analyses
 from tests.debug.analyses import Model, data, decoded, loss
 from tests.debug.by_hand import ROLES, losses
@@ -45,12 +46,11 @@ def seen_by_hooks(model: Model, steps: int) -> dict[tuple[str, str], list[torch.
 def test_inputs_and_gradients_are_those_of_the_model(recipe: str) -> None:
     model = Model()
     expected = seen_by_hooks(deepcopy(model), 3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    report = ottava_debug.analyze(model=model, data=data(), loss=loss, recipes=[recipe])
+    with unchanged(model):
+        report = ottava_debug.analyze(model=model, data=data(), loss=loss, recipes=[recipe])
     # The model is not changed.
     assert type(model.first) is torch.nn.Linear
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert (report.steps, report.source) == (3, "Model")
     tensors = [(name, role) for name in ("first", "second") for role in ROLES.values()]
     assert {(tensor.layer, tensor.role) for tensor in report.tensors} == {

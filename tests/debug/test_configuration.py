@@ -3,7 +3,6 @@ allowed."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -139,19 +138,10 @@ def test_options_of_a_feature_are_refused(feature: str, initialize: Initialize) 
             initialize(section(feature, options))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path, initialize: Initialize) -> None:
-    (tmp_path / "folder.yaml").mkdir()
-    os.mkfifo(tmp_path / "pipe.yaml")
-    (tmp_path / "utf16.yaml").write_bytes(GOOD.encode("utf-16"))
-    for name, words in {
-        "nowhere.yaml": r"nowhere\.yaml cannot be read",
-        "folder.yaml": "is no regular file. Expected: a YAML file",
-        "pipe.yaml": "is no regular file. Expected: a YAML file",
-        "utf16.yaml": "line 1: byte 0xff is not UTF-8. Expected: UTF-8",
-    }.items():
-        with pytest.raises(OptionError, match=words):
-            debug_api.initialize(config_file=str(tmp_path / name), log_dir=str(tmp_path))
-    # It can be corrected in the same process; a file is not required.
+def test_a_file_that_cannot_be_read(tmp_path: Path, initialize: Initialize) -> None:
+    """It can be corrected in the same process; a file is not required."""
+    with pytest.raises(OptionError, match=r"nowhere\.yaml cannot be read"):
+        debug_api.initialize(config_file=str(tmp_path / "nowhere.yaml"), log_dir=str(tmp_path))
     debug_api.initialize(log_dir=str(tmp_path))
     assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is True
     initialize(GOOD)
@@ -239,8 +229,7 @@ def test_patterns_that_match_no_layer_are_named_once(initialize: Initialize) -> 
     assert "line 3: section 'first', layers: exact_layer_names 'b.fc1' matches no" in first_words
     assert "line 8: section 'second', layers: layer_name_regex_pattern 'att" in second_words
     assert second_words.endswith("Layers that ran: 'a.fc1'")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         debug_api.step()
         debug_api.end_debug()
     # They are named at the end, too, where no step has ended.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,17 +111,3 @@ def test_names_of_files_are_safe_and_differ_as_those_of_layers(initialize: Initi
         (file,) = {path.name for path in folder.glob("tensor_dumps/rank-00000/*")} - found
         found.add(file)
         assert re.fullmatch(rf"{pattern}\.weight\.step-000000\.0\.safetensors", file), name
-
-
-def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(
-    initialize: Initialize,
-) -> None:
-    folder = initialize(of_all_layers(HIGH))
-    (folder / "tensor_dumps").write_text("")
-    layer, (x, _) = layer_of("current"), inputs()
-    words = r"DumpTensors: inspect_tensor failed in layer 'layer'.*switched off"
-    with pytest.warns(UserWarning, match=words):
-        y = layer(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(layer(x), y)

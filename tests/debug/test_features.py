@@ -25,7 +25,7 @@ from tests.debug.by_hand import (
     products,
     quantized,
 )
-from tests.debug.yaml_files import GOOD, section
+from tests.debug.yaml_files import section
 
 Initialize = Callable[..., Path]
 Formats = dict[tuple[str, str], str]
@@ -226,18 +226,3 @@ def test_steps_in_which_a_feature_is_active(initialize: Initialize) -> None:
         assert active(debug_api.step) == expected
         debug_api.end_debug()
     assert not torch.equal(layer(x), plain)
-
-
-def test_a_feature_is_asked_by_hand(initialize: Initialize) -> None:
-    initialize(GOOD)
-    api = debug_api.transformer_engine
-    fprop = {"gemm": "fprop", "iteration": 0}
-    assert api.fp8_gemm_enabled("a", **fprop) is False
-    assert api.fp8_gemm_enabled("a", gemm="wgrad", iteration=0) is True
-    assert api.modify_tensor_enabled("a", tensor_name="weight", **fprop) is True
-    assert api.modify_tensor_enabled("a", tensor_name="activation", **fprop) is False
-    x = torch.randn(4, 5)
-    changed = api.modify_tensor("a", tensor_name="weight", tensor=x, **fprop)
-    assert torch.equal(changed, fake_quantize(x, "FP8E4M3"))
-    # The other namespace has nothing for the layer.
-    assert debug_api.ottava.fp8_gemm_enabled("a", **fprop) is True

@@ -32,6 +32,7 @@ manager = debug_manager.DebugManager
 for name in ottava_debug.__all__:
     getattr(ottava_debug, name)
 assert debug_manager.DebugManager is manager
+assert not hasattr(ottava_debug, "something")
 # A file that needs the features fails without them, and so does registering after initialize().
 try:
     debug_api.initialize(config_file="debug.yaml", log_dir="logs")

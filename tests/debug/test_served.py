@@ -16,18 +16,11 @@ from ottava.errors import CheckpointError, UsageError
 from ottava_debug import compare_served
 from ottava_debug.served.output import sentences, write_json
 from ottava_integrations import ServedRecipe, export_model
+from tests.integrations.files import Net
 
 
 def model() -> torch.nn.Module:
-    """Three layers, of which the last is the head."""
-    torch.manual_seed(0)
-    layers = {
-        "up": torch.nn.Linear(128, 256),
-        "act": torch.nn.GELU(),
-        "down": torch.nn.Linear(256, 128, bias=False),
-        "lm_head": torch.nn.Linear(128, 32),
-    }
-    return torch.nn.Sequential(OrderedDict(layers)).bfloat16()
+    return Net().bfloat16()
 
 
 def batches() -> list[torch.Tensor]:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import ottava
 import ottava_debug
-from tests.debug.by_hand import Writer, exponents, losses, statistics
+from tests.debug.by_hand import FullDisk, Writer, exponents, layer_of, losses, quantized, statistics
 from tests.debug.yaml_files import section
 from tests.ranks import on_ranks
 
@@ -34,20 +33,12 @@ def share(rank: int, step: int = 0) -> torch.Tensor:
 
 def losses_of(shares: list[torch.Tensor]) -> dict[str, float]:
     """The losses of all shares together, each quantized with its own scale."""
-    factors = [448 / x.abs().max() for x in shares]
-    decoded = [
-        (x * factor).to(torch.float8_e4m3fn).float() * (1 / factor)
-        for x, factor in zip(shares, factors, strict=True)
-    ]
-    scales = [float(1 / factor) for factor in factors]
-    found = losses(torch.cat(shares), torch.cat(decoded))
+    each = [quantized("current", "fprop", "activation", x) for x in shares]
+    decoded = torch.cat([q.dequantize(torch.float32) for q in each])
+    scales = [float(q.grid_operand(columnwise=False)[1]) for q in each]
+    found = losses(torch.cat(shares), decoded)
     found |= {"scale_inv_min": min(scales), "scale_inv_max": max(scales)}
     return {stat: found[stat] for stat in LOSSES}
-
-
-def layer_of() -> ottava.nn.Linear:
-    torch.manual_seed(0)
-    return ottava.nn.Linear(32, 16, bias=False, recipe="current", name="layer")
 
 
 def values_of(x: torch.Tensor) -> dict[str, float]:
@@ -58,7 +49,7 @@ def values_of(x: torch.Tensor) -> dict[str, float]:
 
 def from_a_file(ranks: list[int], group: Any) -> None:
     """Each rank logs the statistics of ``ranks``; those of weights are each rank's own."""
-    rank, writer, layer = dist.get_rank(), Writer(), layer_of()
+    rank, writer, layer = dist.get_rank(), Writer(), layer_of("current", bias=False)
     stats = f"stats: [{', '.join(VALUES)}, exponents], freq: 2"
     text = section("LogTensorStats", f"tensors: [activation, weight], {stats}")
     text += f"    LogFp8TensorStats: {{enabled: True, tensors: activation, stats: {LOSSES}}}\n"
@@ -97,7 +88,7 @@ def test_from_a_file(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_from_python(mesh: DeviceMesh) -> None:
     """With ``reduce=False`` the other rank need not take part."""
-    rank, layer = mesh.get_rank(), layer_of()
+    rank, layer = mesh.get_rank(), layer_of("current", bias=False)
     for reduce, ranks in ((True, [0, 1]), (mesh.get_group(), [0, 1]), (False, [rank])):
         if reduce is False and rank:
             continue
@@ -119,7 +110,9 @@ def test_ranks_with_different_layers(mesh: DeviceMesh) -> None:
     another."""
     rank = mesh.get_rank()
     x = -1 - share(rank).abs()
-    stage = torch.nn.ModuleDict({f"stage{rank}": layer_of(), "shared": layer_of()})
+    stage = torch.nn.ModuleDict(
+        {f"stage{rank}": layer_of("current", bias=False), "shared": layer_of("current", bias=False)}
+    )
     with ottava_debug.statistics(stage, ["max", "l1_norm", "sqnr"], tensors="activation") as run:
         for name, layer in stage.items():
             # The first rank does not run the layer that both have.
@@ -137,7 +130,7 @@ def test_ranks_with_different_layers(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_a_nan_of_one_rank(mesh: DeviceMesh) -> None:
     """Also of a rank whose batch is empty."""
-    rank, layer = mesh.get_rank(), layer_of()
+    rank, layer = mesh.get_rank(), layer_of("current", bias=False)
     for broken in range(2):
         x = share(rank)
         if rank == broken:
@@ -156,17 +149,13 @@ def test_a_nan_of_one_rank(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_a_rank_that_fails(mesh: DeviceMesh) -> None:
     """If the logger of one rank fails, the feature is switched off there, and the other goes on."""
-    rank, layer = mesh.get_rank(), layer_of()
-
-    class Broken:
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            raise OSError("disk full")
+    rank, layer = mesh.get_rank(), layer_of("current", bias=False)
 
     run = ottava_debug.statistics(
         layer,
         ["max"],
         tensors="activation",
-        tb_writer=Broken() if rank else None,
+        tb_writer=FullDisk() if rank else None,
         on_error="warn",
     )
     with run, warnings.catch_warnings():
@@ -182,7 +171,7 @@ def test_a_rank_that_fails(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_an_unfinished_step(mesh: DeviceMesh) -> None:
     """At the end of the block no rank waits for another, which may have failed."""
-    rank, layer = mesh.get_rank(), layer_of()
+    rank, layer = mesh.get_rank(), layer_of("current", bias=False)
     run = ottava_debug.statistics(layer, ["max"], tensors="activation")
     layer(share(rank))
     run.step()

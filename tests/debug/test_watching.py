@@ -3,7 +3,6 @@ products take and give."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import product
@@ -17,6 +16,7 @@ import ottava
 import ottava_debug
 from benchmarks.installed import recipes
 from ottava_debug import Inspection, Watch
+from tests.comparing import assert_same
 from tests.debug.by_hand import TENSORS, inputs, layer_of, passes
 
 RECIPES = [name for name in recipes() if name != "custom"]
@@ -116,11 +116,6 @@ def steps(layer: Layer, call: Any, count: int = 2) -> tuple[list[torch.Tensor], 
     return [t.clone() for t in found if t is not None], layer.state_dict()
 
 
-def assert_all_equal(found: Any, expected: Any) -> None:
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 # Every recipe is in the long run: the recipes share the code that is watched.
 SHORT = [
     pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow)
@@ -136,13 +131,13 @@ def test_watching_changes_nothing(recipe: str | None, dtype: torch.dtype) -> Non
         layer, looks = layer_of(recipe, dtype=dtype), Looks()
         with Watch(lambda layer, looks=looks: looks):
             found, own_state = steps(layer, call)
-        assert_all_equal(found, expected)
-        assert_all_equal(list(own_state.values()), list(state.values()))
+        assert_same(found, expected)
+        assert_same(list(own_state.values()), list(state.values()))
         assert ("fprop", "weight") in {seen[:2] for seen in looks.seen}, name
         expected, _ = steps(layer_of(None, dtype=dtype), call)
         with Watch(lambda layer: Plain()):
             found, _ = steps(layer_of(recipe, dtype=dtype), call)
-        assert_all_equal(found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, None])
@@ -191,7 +186,7 @@ def test_modified_operands_are_not_recorded_by_a_recipe_with_state() -> None:
         with Watch(lambda layer: Doubles(*operands)):
             modified = passes(layer, x, dy)
         assert not torch.equal(modified["output"], passes(other, x, dy)["output"])
-    assert_all_equal(list(layer.state_dict().values()), list(other.state_dict().values()))
+    assert_same(list(layer.state_dict().values()), list(other.state_dict().values()))
 
 
 def test_a_modified_gradient_of_the_weight_is_added_to_main_grad() -> None:
@@ -238,27 +233,3 @@ def test_compiled_layers_follow_the_steps_and_others_stay_in_one_graph() -> None
         for y, right in zip(found, (expected, plain, expected), strict=True):
             assert torch.equal(y, right)
         assert torch.equal(parts(x), expected)
-
-
-def test_a_layer_without_a_feature_is_called_as_ever() -> None:
-    def python_calls() -> list[str]:
-        found: list[str] = []
-
-        def profile(frame: Any, event: str, _: Any) -> None:
-            if event == "call":
-                found.append(frame.f_code.co_qualname)
-
-        sys.setprofile(profile)
-        try:
-            layer(x)
-        finally:
-            sys.setprofile(None)
-        return found
-
-    layer, other, (x, _) = layer_of("current"), layer_of("current", "other"), inputs()
-    layer(x)
-    before = python_calls()
-    with ottava_debug.fake_quant(other, "FP8E4M3"):
-        # While another layer has a feature, the layer is looked up.
-        assert len(before) < len(python_calls()) <= len(before) + 6
-    assert python_calls() == before

@@ -13,6 +13,7 @@ import torch
 
 from ottava import checkpoint
 from ottava.tensors import QuantizedTensor
+from ottava_integrations.formats import Scheme, published_tensors
 from tests.comparing import assert_same
 
 #: Dtypes of numpy by the names in the header of a file.
@@ -38,6 +39,30 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(torch.nn.functional.gelu(self.norm(self.up(x))))
         return self.lm_head(y) + self.shift
+
+
+def published_parts(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
+    """The tensors of a weight in a published format, by the suffixes of their names."""
+    quantizer = scheme.exports_as.make().quantizer("weight").with_usage(True, False)
+    return published_tensors(quantizer(weight.detach()), scheme, weight.dtype)
+
+
+def sources_of(state: dict[str, torch.Tensor], folder: Path) -> list[Path]:
+    """A state dict in each form that checkpoints have: files, and folders of files."""
+    names = "plain.safetensors", "own.safetensors", "one.pt", "sharded", "indexed", "folder"
+    plain, own, pickled, sharded, indexed, whole = places = [folder / name for name in names]
+    indexed.mkdir(parents=True)
+    whole.mkdir()
+    safetensors.torch.save_file(state, plain)
+    safetensors.torch.save_file(state, whole / "model.safetensors")
+    checkpoint.save_file(state, own)
+    torch.save(state, pickled)
+    checkpoint.save_sharded(state, sharded)
+    for name, tensor in state.items():
+        safetensors.torch.save_file({name: tensor}, indexed / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in state}}
+    (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
+    return places
 
 
 def plain(path: Path) -> dict[str, np.ndarray[Any, Any]]:

@@ -22,9 +22,9 @@ from ottava_integrations import (
     iter_exported,
     load_quantized,
 )
-from ottava_integrations.formats import FORMATS, companions_of, published_tensors, scheme_of
+from ottava_integrations.formats import FORMATS, companions_of, scheme_of
 from tests.comparing import assert_same
-from tests.integrations.files import Net
+from tests.integrations.files import Net, published_parts
 
 #: The largest magnitudes of inputs, for formats with constant scales of them.
 AMAXES = {"up": 3.0, "down": 5.0}
@@ -48,10 +48,7 @@ def test_the_tensors_of_a_format(format: str) -> None:
     tensors = dict(iter_exported(net, format, input_amaxes=amaxes_for(format)))
     scheme = scheme_of(format)
     for name in ("up", "down"):
-        quantizer = scheme.exports_as.make().quantizer("weight")
-        quantizer.set_usage(rowwise=True, columnwise=False)
-        weight = quantizer(net.get_submodule(name).weight.detach())
-        for suffix, expected in published_tensors(weight, scheme, torch.bfloat16).items():
+        for suffix, expected in published_parts(net.get_submodule(name).weight, scheme).items():
             assert_same(tensors.pop(f"{name}.{suffix}"), expected, note=(name, suffix))
     if format == "modelopt-fp8":
         # amax / 448, in float32

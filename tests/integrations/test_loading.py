@@ -19,7 +19,7 @@ from ottava_integrations.formats import SCHEMES, Scheme, published_tensors
 from ottava_integrations.formats.configurations import other_files, quantization_config
 from ottava_integrations.formats.schemes import Library
 from tests.comparing import assert_same, unchanged
-from tests.integrations.files import Net
+from tests.integrations.files import Net, published_parts
 
 _SIDE = 128
 #: The schemes that a configuration, and not the header of a file, describes.
@@ -30,11 +30,8 @@ def checkpoint(folder: Path, scheme: Scheme, activations: str | None = None) -> 
     """Write a checkpoint of a scheme; its tensors."""
     net = Net().bfloat16()
     tensors: dict[str, torch.Tensor] = {}
-    quantizer = scheme.exports_as.make().quantizer("weight")
-    quantizer.set_usage(rowwise=True, columnwise=False)
     for name in ("up", "down"):
-        weight = quantizer(net.get_submodule(name).weight.detach())
-        for suffix, tensor in published_tensors(weight, scheme, torch.bfloat16).items():
+        for suffix, tensor in published_parts(net.get_submodule(name).weight, scheme).items():
             tensors[f"{name}.{suffix}"] = tensor.contiguous()
     for name in ("up.bias", "norm.weight", "norm.bias", "embed.weight"):
         tensors[name] = net.get_parameter(name).detach() + 1
@@ -133,17 +130,9 @@ def test_primary_weights_train(scheme: Scheme, tmp_path: Path) -> None:
     checkpoint(tmp_path / "a", scheme, "none" if scheme.is_packed else None)
     net = Net().bfloat16()
     load_quantized(net, tmp_path / "a", trainable=True)
-    optimizer = torch.optim.Adam([net.up.weight, net.down.weight], 3e-3)
-    x = torch.randn(64, _SIDE, generator=torch.Generator().manual_seed(1)).bfloat16()
     first = net.up.weight.dequantize().clone()
-    losses = []
-    for _ in range(12):
-        loss = net.down(torch.nn.functional.gelu(net.up(x))).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.9 * losses[0]
+    net(torch.randn(64, _SIDE).bfloat16()).float().square().mean().backward()
+    torch.optim.SGD(net.parameters(), 10.0).step()
     assert isinstance(net.up.weight, ottava.QuantizedTensor)
     assert not torch.equal(net.up.weight.dequantize(), first)
 

@@ -3,72 +3,43 @@ values."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors.torch
-import torch
 from typer.testing import CliRunner
 
 import ottava_debug
-from ottava.checkpoint import save_sharded
 from ottava.cli.main import app
 from ottava.errors import CheckpointError
 from ottava_integrations import convert_file
+from tests.integrations.files import sources_of
 from tests.other_formats import FORMATS, model, state_of, write
 
 
-def in_shards(name: str, folder: Path) -> Path:
-    """One tensor in each file, and the index."""
-    folder.mkdir()
-    where = {}
-    for number, (key, tensor) in enumerate(state_of(name).items()):
-        where[key] = f"model-{number}.safetensors"
-        safetensors.torch.save_file({key: tensor}, folder / where[key])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    return folder
-
-
-def pickled(name: str, folder: Path) -> Path:
-    folder.mkdir()
-    torch.save(state_of(name), folder / "x.pt")
-    return folder / "x.pt"
-
-
-def sharded(name: str, folder: Path) -> Path:
-    save_sharded(state_of(name), folder)
-    return folder
-
-
-SOURCES: dict[str, Callable[[str, Path], Path]] = {
-    "file": lambda name, folder: write(name, folder, config=True),
-    "file alone": lambda name, folder: write(name, folder, config=False),
-    "folder": lambda name, folder: write(name, folder, config=True).parent,
-    "index": in_shards,
-    "torch.save": pickled,
-    "sharded": sharded,
-}
-
-
-#: Every format from a file, and one from every source.
-CASES = [(name, "file") for name in FORMATS] + [("ModelOpt FP8", source) for source in SOURCES]
-
-
-@pytest.mark.parametrize(("name", "source"), CASES)
-def test_every_source_and_format_is_refused(name: str, source: str, tmp_path: Path) -> None:
-    place, published = SOURCES[source](name, tmp_path / "in"), FORMATS[name]
-    title = published.title if source in ("file", "folder") else published.title_by_names
+def assert_refused(place: Path, title: str, folder: Path) -> None:
     for recipe in ("bf16", "current"):
         with pytest.raises(CheckpointError) as caught:
-            convert_file(place, tmp_path / "out", recipe)
+            convert_file(place, folder / "out", recipe)
         assert f"{place} holds data" in caught.value.what
         assert f"format {title}, where values are expected: '0.weight" in caught.value.what
     with pytest.raises(CheckpointError, match="holds data"):
         ottava_debug.analyze(place, model=model(), recipes=["current"])
-    assert os.listdir(tmp_path) == ["in"]
+    assert os.listdir(folder) == ["in"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_refused(name: str, tmp_path: Path) -> None:
+    file = write(name, tmp_path / "in", config=True)
+    for place in (file, file.parent):
+        assert_refused(place, FORMATS[name].title, tmp_path)
+
+
+def test_every_source_is_refused(tmp_path: Path) -> None:
+    """Without a configuration, names tell the format."""
+    for place in sources_of(state_of("ModelOpt FP8"), tmp_path / "in"):
+        assert_refused(place, FORMATS["ModelOpt FP8"].title_by_names, tmp_path)
 
 
 def test_the_command_says_so_in_a_line(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
@@ -19,33 +18,16 @@ from ottava.cli.recipes import checkpoint_layers
 from ottava.errors import UsageError
 from ottava_integrations import convert_file
 from tests.comparing import assert_same
-from tests.integrations.files import plain, same_files
-
-INDEX = "model.safetensors.index.json"
-STATE = {f"{n}.weight": torch.full((3, n + 1), float(n)) for n in range(5)}
-WHERE = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(STATE)}
+from tests.integrations.files import plain, same_files, sources_of
 
 
-def in_two_files(folder: Path) -> Path:
-    """A folder of large models, as they are published."""
-    folder.mkdir()
-    for file in {*WHERE.values()}:
-        tensors = {name: value for name, value in STATE.items() if WHERE[name] == file}
-        safetensors.torch.save_file(tensors, folder / file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": WHERE}))
-    return folder
-
-
-def test_a_folder_of_files(tmp_path: Path) -> None:
-    folder = in_two_files(tmp_path / "folder")
-    safetensors.torch.save_file(STATE, tmp_path / "in")
-    assert sorted(convert_file(folder, tmp_path / "a", "current").quantized) == [*STATE]
-    convert_file(tmp_path / "in", tmp_path / "b", "current")
-    same_files(tmp_path / "a", tmp_path / "b")
-    (folder / INDEX).unlink()
-    (tmp_path / "in").rename(folder / "model.safetensors")
-    convert_file(folder, tmp_path / "a", "current")
-    same_files(tmp_path / "a", tmp_path / "b")
+def test_every_source_gives_the_same_file(tmp_path: Path) -> None:
+    state = {f"{n}.weight": torch.full((3, n + 1), float(n)) for n in range(5)}
+    first, *others = sources_of(state, tmp_path / "in")
+    assert sorted(convert_file(first, tmp_path / "a", "current").quantized) == [*state]
+    for source in others:
+        convert_file(source, tmp_path / "b", "current")
+        same_files(tmp_path / "a", tmp_path / "b")
 
 
 def test_files_of_torch_save(tmp_path: Path) -> None:

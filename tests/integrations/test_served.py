@@ -10,7 +10,8 @@ import ottava
 from ottava.errors import OptionError
 from ottava_custom import HybridQuantizer, IdentityQuantizer
 from ottava_integrations import ServedRecipe, iter_exported
-from ottava_integrations.formats import SCHEMES, Scheme, published_tensors, quantized_weight
+from ottava_integrations.formats import SCHEMES, Scheme, quantized_weight
+from tests.integrations.files import published_parts
 
 #: Recipes of the backward pass, of which "rowwise" has wgrad in high precision.
 _TRAINING = (None, "mxfp8", "rowwise", "high_precision")
@@ -33,9 +34,7 @@ def layer_of(recipe: ServedRecipe, dtype: torch.dtype) -> ottava.nn.Linear:
 def exported(layer: ottava.nn.Linear, recipe: ServedRecipe) -> ottava.nn.Linear:
     """A layer with the bytes that an export of ``layer`` holds."""
     dtype, scheme = layer.weight.dtype, recipe.scheme
-    quantizer = scheme.exports_as.make().quantizer("weight")
-    quantizer.set_usage(rowwise=True, columnwise=False)
-    tensors = published_tensors(quantizer(layer.weight.detach()), scheme, dtype)
+    tensors = published_parts(layer.weight, scheme)
     served = ServedRecipe(recipe.format, recipe.grain, recipe.activations)
     result = ottava.nn.Linear(256, 128, dtype=dtype, recipe=served)
     weight = quantized_weight(tensors, scheme, dtype)

@@ -6,26 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.core.fake_plugins import hook
 from tests.published import published
 
-_PLUGIN = """
-import ottava.recipes.hookspecs as h
-from ottava.recipes.spec import FactorySpec, RecipeSpec
-
-
-@h.hookimpl
-def ottava_recipes():
-    names = {"alpha": "Alpha", "keeper": "Keeper", "needy": "Needy", "raising": "Raising"}
-    return [
-        RecipeSpec(name=n, summary="s", factory=f"recipe_file_impl:{c}") for n, c in names.items()
-    ]
-
-
-@h.hookimpl
-def ottava_quantizer_factories():
-    names = ["weights", "asks", "wrong", "fails", "keeps", "alpha"]
-    return [FactorySpec(name=n, summary="s", factory=f"recipe_file_impl:{n}") for n in names]
-"""
+_RECIPES = ("Alpha", "Keeper", "Needy", "Raising")
+_FACTORIES = ("weights", "asks", "wrong", "fails", "keeps", "alpha")
+_PLUGIN = hook(
+    "return [RecipeSpec(name=n.lower(), summary='s', factory=f'recipe_file_impl:{n}')"
+    f" for n in {_RECIPES}]"
+) + hook(
+    "return [FactorySpec(name=n, summary='s', factory=f'recipe_file_impl:{n}')"
+    f" for n in {_FACTORIES}]",
+    "ottava_quantizer_factories",
+)
 _IMPL = """
 from dataclasses import dataclass
 from typing import ClassVar

@@ -265,6 +265,9 @@ def test_a_model_under_the_recipe_of_a_file(tmp_path: Path) -> None:
     assert [rule.place for rule in recipe.rules()] == ["line 4", "line 6", "line 12"]
     made: Any = recipe.quantizer(role("blocks.1.up", "input"), amax_reduction_group="group")
     assert made.group == "group"
+    blocks = [{part: torch.nn.Linear(4, 4) for part in ("up", "down")} for _ in range(2)]
+    model = {"blocks": torch.nn.ModuleList(map(torch.nn.ModuleDict, blocks))}
+    ottava.convert(torch.nn.ModuleDict(model | {"head": torch.nn.Linear(4, 4)}), recipe)
     with pytest.raises(OptionError, match=r"line 4, column 13: pattern 'head' matches no layer"):
         ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)
 

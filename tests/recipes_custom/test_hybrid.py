@@ -216,20 +216,16 @@ def test_a_written_weight_has_no_stale_side(layout: Any) -> None:
         assert_same(columns.dequantize(), PerTensor(E5M2)(master).dequantize())
 
 
-class FourRows(GridQuantizer):
-    shards = ShardRule(rows=4)
-
-
-class SixRows(GridQuantizer):
-    shards = ShardRule(rows=6)
-
-
 def test_rows_are_independent_where_both_sides_say_so() -> None:
+    def of_rows(number: int) -> GridQuantizer:
+        cls = type("Rows", (GridQuantizer,), {"shards": ShardRule(rows=number)})
+        return cls(BY_ROWS)  # type: ignore[no-any-return]
+
     rows = GridQuantizer(BY_ROWS)
     for sides, expected in (
         ((rows, IdentityQuantizer()), 1),
         ((rows, reference(E4M3)), None),
-        ((FourRows(BY_ROWS), SixRows(BY_ROWS)), 12),
+        ((of_rows(4), of_rows(6)), 12),
     ):
         quantizer = HybridQuantizer(*sides)
         assert rule_of(quantizer).independent_rows(quantizer) == expected

@@ -90,6 +90,12 @@ def test_recipes_compare_copy_and_pickle() -> None:
     assert mirror("custom")(QuantizerRole()) == QuantizerRequest(ottava.get_recipe("custom"))
 
 
+def test_an_explanation_has_the_quantizers_of_a_factory() -> None:
+    explained = CustomRecipe(by_direction("custom", identity_factory)).explain("weight")
+    assert explained.rowwise == "CurrentScalingQuantizerRef E4M3"
+    assert explained.columnwise == "IdentityQuantizer"
+
+
 def test_a_function_is_asked_once_for_each_role_of_a_layer() -> None:
     asked: list[str] = []
 
