@@ -123,13 +123,9 @@ class Explanation:
         return self.agreement is not None and self.agreement.is_exact
 
     def takes(self, *parts: str) -> bool:
-        """Whether a turn takes one of these parts for right as it was stored."""
+        """Whether a turn takes one of these parts for right as it was stored, and so explains too
+        much."""
         return any(turn.takes_stored in parts for turn in self.turns)
-
-    @property
-    def takes_stored(self) -> bool:
-        """Whether a turn takes something as it was stored, and so explains too much."""
-        return self.takes("level", "scales")
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -405,13 +401,13 @@ def match(
     too_much: tuple[Explanation, ...] = ()
     for _ in range(most_turns):
         found = [more for explanation in beam for more in explanation.turned(probe, table)]
-        exact = _exact(found, cases)
         # What takes something as it was stored explains too much: one more turn may do without.
-        right = tuple(each for each in exact if not each.takes_stored)
-        if right or too_much:
-            return Result(right or too_much)
-        too_much = exact
-        found = [each for each in found if not each.takes("scales", *(["level"] * bool(exact)))]
+        right = [each for each in found if not each.takes("level", "scales")]
+        exact = _exact(right, cases) or too_much
+        if exact:
+            return Result(exact)
+        too_much = _exact(found, cases)
+        found = right if too_much else [each for each in found if not each.takes("scales")]
         tried += found
         beam = _most_promising(found)
     nearest = max((each for each in tried if each.agreement), key=lambda e: e.score, default=None)
