@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava_delayed import DelayedScaling, scaling_statistics
 from tests import oracle
-from tests.recipes_delayed.slot_oracle import Slot
+from tests.slot_oracle import Slot
 
 ELEMENTS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 VALUES = [oracle.float32(v) for v in (1.0, -0.37, 12.5, 700.0, 3e-4, 0.0, -(2.0**90), math.inf)]

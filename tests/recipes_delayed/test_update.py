@@ -14,7 +14,7 @@ from ottava.formats import Format
 from ottava.recipes import QuantizerRole
 from ottava_delayed import DelayedScaling, DelayedScalingState
 from tests.comparing import assert_same
-from tests.recipes_delayed.slot_oracle import FLOAT32_MAX, Slot, divide, largest
+from tests.slot_oracle import FLOAT32_MAX, Slot, divide, largest
 
 ROLES = [QuantizerRole("linear", tensor_type) for tensor_type in ("input", "weight", "grad_output")]
 

@@ -18,6 +18,7 @@ import torch
 
 from ottava import Layout, kernels
 from ottava.kernels import reference, table
+from ottava.kernels.compiled import is_native
 from ottava.kernels.levels import quantizes_levels
 from ottava.layout import Rotation
 from tests import arrays, oracle, samples
@@ -25,6 +26,7 @@ from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.conftest import ISAS, Runs, on_each
 from tests.core.layouts.layouts import DTYPES, LEVELS, SIGNS, mx, nvfp4
+from tests.core.layouts.layouts import LAYOUTS as COMMON
 from tests.core.placing import check, running_on
 
 Tensor = torch.Tensor
@@ -145,11 +147,16 @@ def special(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     yield "ties", (torch.arange(175.0).view(5, 35) / 16 - 6).to(dtype)
 
 
-ALL = LEVELS | LAYOUTS
+#: With the other rows of the common table that test_grids.py does not have, for the long run.
+ALL = LEVELS | LAYOUTS | {n: a for n, a in COMMON.items() if not is_native(a)}
+NUMBERS = [
+    pytest.param(number, id=name, marks=() if name in LEVELS | LAYOUTS else pytest.mark.slow)
+    for number, name in enumerate(ALL)
+]
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", range(len(ALL)), ids=list(ALL))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_bytes(number: int, every: int) -> None:
     """In the short run layouts take turns with dtypes and special values."""
     layout = list(ALL.values())[number]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ottava import kernels
 from tests import oracle
 from tests.comparing import assert_same
-from tests.recipes_delayed.slot_oracle import Slot, largest
+from tests.slot_oracle import Slot, largest
 
 Tensor = torch.Tensor
 AMAXES = [0.0, math.nan, math.inf, 1e-42, 3e38, 2.5, 448.0, -0.0]

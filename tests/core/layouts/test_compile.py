@@ -32,9 +32,8 @@ NAMES = list(LAYOUTS)
 OF_A_LAYER = [name for name in NAMES if name not in ROTATED_ONCE]
 #: Compiling costs a second for each of these.
 SOME = ["mxfp8", "1x128", "tensor-transposed"]
-GROUPS = pytest.mark.parametrize(
-    "names", [SOME, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["some", "all"]
-)
+EACH = [pytest.param([name], id=name, marks=pytest.mark.slow) for name in NAMES]
+GROUPS = pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), *EACH])
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +67,12 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @GROUPS
 def test_tensors(names: list[str]) -> None:
-    """One graph that quantizes, takes views and writes: all views of one layout, some of others."""
+    """One graph that quantizes, takes views and writes: all of one layout, some of several."""
+    usages = list(USAGES)
     makers = [
-        quantizer(name, list(USAGES)[number % 3], internal=True)
+        quantizer(name, usages[(turn + number) % 3], internal=True)
         for number, name in enumerate(names)
+        for turn in range(3 if len(names) == 1 else 1)
     ]
     inputs = {
         name: QUANTIZERS[name](wide(2 * boundary(name), 2 * boundary(name) + 8))
@@ -82,7 +83,7 @@ def test_tensors(names: list[str]) -> None:
         (name, what)
         for number, name in enumerate(inputs)
         for place, what in enumerate(VIEWS)
-        if name == "mxfp8" or (place + number) % 4 == 0
+        if name == "mxfp8" or len(names) == 1 or (place + number) % 4 == 0
     ]
 
     def run(x: torch.Tensor, inputs: Any, targets: list[torch.Tensor]) -> dict[Any, Any]:
@@ -134,10 +135,9 @@ class Layers(torch.nn.Module):
 @pytest.mark.parametrize(
     ("plain", "primary"),
     [
-        (["1x128"], ["mxfp8-squares"]),
-        pytest.param(OF_A_LAYER, OF_A_LAYER[::3], marks=pytest.mark.slow),
+        pytest.param(["1x128"], ["mxfp8-squares"], id="some"),
+        *(pytest.param([name], [name], id=name, marks=pytest.mark.slow) for name in OF_A_LAYER),
     ],
-    ids=["some", "all"],
 )
 def test_layers(plain: list[str], primary: list[str]) -> None:
     """Forward, backward and steps, for sizes that change, in one graph."""

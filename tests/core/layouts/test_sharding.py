@@ -57,10 +57,13 @@ SOME = [
 
 
 def some_of_the_cases(first: int) -> pytest.MarkDecorator:
-    """Every second row of the table from the first on, or in the long run all of them."""
+    """Every second row of the table from the first on; in the long run each by itself."""
     some = [case for cases in SOME[first::2] for case in cases]
-    every = pytest.param(ALL, marks=pytest.mark.slow)
-    return pytest.mark.parametrize("cases", [some, every], ids=["some", "all"])
+    every = [
+        pytest.param([case for case in ALL if case[0] == name], id=name, marks=pytest.mark.slow)
+        for name in EVERY
+    ]
+    return pytest.mark.parametrize("cases", [pytest.param(some, id="some"), *every])
 
 
 def has_whole_blocks(name: str, rows: int) -> bool:
@@ -181,10 +184,9 @@ def test_weights_that_are_rounded_at_random(mesh: DeviceMesh, primary: bool) -> 
 @pytest.mark.parametrize(
     "names",
     [
-        NAMES[::2],
-        pytest.param(EVERY, marks=pytest.mark.slow),
+        pytest.param(NAMES[::2], id="some"),
+        *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in EVERY),
     ],
-    ids=["some", "all"],
 )
 @on_ranks(2)
 def test_checkpoints_of_shards(mesh: DeviceMesh, names: list[str], tmp_path: Path) -> None:
