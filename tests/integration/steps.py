@@ -223,7 +223,8 @@ class Use(NamedTuple):
 class Run:
     """A call in training, whose backward pass may follow; without operands if none records it.
 
-    ``plain`` says that it computes in high precision.
+    ``plain`` says that it computes in high precision; ``together`` are the layers that a backward
+    pass recomputes with it.
     """
 
     use: Use
@@ -235,6 +236,7 @@ class Run:
     y: Any = None
     quantized_x: Operand | None = None
     quantized_w: Operand | None = None
+    together: list[Layer] = field(default_factory=list)
 
 
 class Bank(torch.nn.Module):
@@ -434,6 +436,8 @@ class Steps(RuleBasedStateMachine):
         ran = [place for place in range(len(uses)) if not skipped[place]]
         for run, place in zip(self.runs[made:], ran, strict=False):
             run.x, run.y = inputs[place], outputs[place]
+            if whole is not None:
+                run.together = [other.layer for other in self.runs[made:]]
         bank.train()
         if reentrant:
             # Such a checkpoint has records in its recomputation, so that comes now.
@@ -605,8 +609,15 @@ class Steps(RuleBasedStateMachine):
             self.settle(run)
 
     def settle(self, run: Run) -> None:
-        if not any(other.layer is run.layer and other.recompute is not None for other in self.runs):
-            run.layer.recomputed = None
+        waiting = [
+            layer
+            for other in self.runs
+            for layer in (other.layer, *other.together)
+            if other.recompute is not None
+        ]
+        for layer in (run.layer, *run.together):
+            if not any(layer is other for other in waiting):
+                layer.recomputed = None
 
     def observe_backward(self, run: Run, *, alone: bool) -> None:
         state, use = run.state, run.use
