@@ -21,8 +21,8 @@ from ottava_verify.stored import Stored
 
 # Larger matrices are compared in a part of them first.
 _LARGE = 1 << 15
-# How many tensors are searched together.
-_TOGETHER = 4
+# How many tensors are searched together, and how many by themselves.
+_TOGETHER, _ALONE = 4, 8
 
 
 # What is compared -> the arguments that say more of it; and the one that it needs.
@@ -276,8 +276,9 @@ def _search_together(group: Sequence[_Search]) -> None:
     found = match([search.part for search in sample], group[0].starts)
     for search in group:
         search.take(found.best)
-    # They may have been made in different ways.
-    for search in group if len(group) > 1 else ():
+    # They may have been made in different ways. All of a large model would take hours.
+    unexplained = [search for search in group if not search.result.exact]
+    for search in unexplained[:_ALONE] if len(group) > 1 else ():
         search.look(search.starts, most_turns=2)
     # Of what explains one tensor, keep what explains all of them together, if anything does.
     learned = {each.key: each for search in group for each in search.result.exact}
@@ -285,8 +286,8 @@ def _search_together(group: Sequence[_Search]) -> None:
     parts = [search.part for search in group]
     common = match(parts, learned.values(), most_turns=2, table=[*turns]).exact
     for search in group:
-        if common:
-            search.take(common)
+        if common or not search.result.exact:
+            search.take(common or learned.values())
         # A scale from outside explains any scale, and so comes last.
         from_outside = [Explanation(e) for e in search.known if takes_scale(e.steps)]
         is_known = any(not each.takes("scales") for each in search.result.exact)
