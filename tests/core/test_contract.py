@@ -19,6 +19,7 @@ import ottava
 from ottava import Contract, GridQuantizer, Layout
 from ottava.contract import NOTHING_STATED, Direction, schema
 from ottava.errors import OptionError
+from ottava.gemm import stored_tensors
 from ottava.kernels import fixed_seed
 from ottava.layout import OWN_RULES, Rotation, register_scale_rule
 from tests.comparing import assert_same
@@ -105,11 +106,11 @@ def test_json_has_all_of_a_contract_and_fits_the_schema(layout: Layout) -> None:
     assert contract.is_stated
 
 
-def values(layout: Layout, usage: str) -> list[Any]:
-    """The bytes of rows, or of columns as the tensor has them, and the scales."""
+def values(layout: Layout, usage: Any) -> list[Any]:
+    """What is stored for a usage, which another one may serve, and the values."""
     with fixed_seed():
         result = GridQuantizer(layout, **{"rowwise": usage == "rowwise"})(wide(5, 18))
-    return [getattr(result, f"_{usage}_scale_inv", None), result.dequantize()]
+    return [*stored_tensors(result, usage).values(), result.dequantize()]
 
 
 @given(layouts(), layouts(), st.sampled_from([f.name for f in fields(Layout) if f.init]))

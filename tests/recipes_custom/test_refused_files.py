@@ -101,6 +101,7 @@ YAML = {
         "tag 'tag:yaml.org,2002:python/object/apply:os.system'. Expected: plain values. Remedy: "
         "take the tag"
     ),
+    "default: alpha\n\n# §\x07": r"character '\x07' is not allowed in YAML. Remedy: take it out",
     "default: §!!map alpha": "tag 'tag:yaml.org,2002:map'",
     "default: §!!int x": "not a value: invalid literal",
     "default: alpha\n§1: 2": "a key is a number, 1. Expected: text. Remedy: put it in quotes.",
