@@ -59,8 +59,9 @@ def parse_yaml(path: str, text: str) -> Node | None:
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(path, error) from error
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise Place(path, f"line {line}", line).error(
+        lines = text[: error.position].split("\n")
+        line, column = len(lines), len(lines[-1]) + 1
+        raise Place(path, f"line {line}, column {column}", line).error(
             f"character {chr(error.character)!r} is not allowed in YAML", remedy="take it out"
         ) from error
     except RecursionError as error:
