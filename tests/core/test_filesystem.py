@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from ottava.filesystem import Partial, open_text, read_bytes, remove_leftovers, unreplaced
+from ottava.filesystem import (
+    Partial,
+    open_text,
+    read_bytes,
+    remove_leftovers,
+    replace_file,
+    unreplaced,
+)
 
 
 def test_a_folder_that_is_taken_for_a_leftover_is_made_again(
@@ -94,3 +101,12 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
                 use(path)
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "absent")
+
+
+def test_a_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    replace_file(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"

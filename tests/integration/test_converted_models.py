@@ -263,6 +263,15 @@ def test_a_reverted_model_is_as_before(name: str, copied: Any) -> None:
     assert vars(layer).keys() == vars(torch.nn.Linear(8, 4)).keys()
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_kept_weight_is_frozen_after_revert_as_it_was(trains: bool) -> None:
+    model = Tied()
+    ottava.convert(model, "current", primary=True)
+    model.first.weight.requires_grad_(trains)
+    ottava.revert(model)
+    assert model.first.weight.requires_grad is trains
+
+
 def test_kept_weights_are_dequantized_and_old_optimizers_warned_of() -> None:
     model, x = Tied(), torch.randn(4, 8)
     ottava.convert(model, "current", primary=True, keep_initial_values=True)

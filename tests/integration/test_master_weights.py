@@ -346,3 +346,16 @@ def test_one_process_has_all_shards(examples: int) -> None:
 @on_ranks(3)
 def test_ranks(mesh: DeviceMesh, examples: int) -> None:
     check(mesh, examples)
+
+
+def test_a_plan_follows_a_quantizer_that_makes_other_bytes() -> None:
+    up, floor = (
+        MXFP8Quantizer(torch.float8_e4m3fn, scale_rounding=rule) for rule in ("up", "floor")
+    )
+    master = torch.randn(64, 64) * 100
+    weight = up.quantize(torch.ones(64, 64))
+    plan = MasterWeights([weight], [master])
+    for quantizer in (up, floor, up):
+        weight.update_quantizer(quantizer)
+        plan.quantize()
+        assert_same(weight._rowwise_scale_inv, quantizer.quantize(master)._rowwise_scale_inv)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,12 @@ from tests.ranks import on_ranks
 # -- pipelines --
 
 SIZE, MICROBATCHES, STEPS = 32, 4, 2
+
+
+@dataclass(frozen=True)
+class HighPrecisionFirst(DelayedScaling):
+    amax_history_len: int = 4
+    high_precision_until_step: int = 1
 
 
 def delayed() -> DelayedScaling:
@@ -133,6 +140,8 @@ def test_a_schedule_is_one_step(mesh: DeviceMesh) -> None:
     shapes = {"input_args": (shape,), "output_args": (torch.empty(4, SIZE, requires_grad=True),)}
     assert_pipeline(mesh, **shapes)
     assert_pipeline(mesh, schedule=ScheduleInterleaved1F1B, per_rank=2)
+    # States count their steps.
+    assert_pipeline(mesh, HighPrecisionFirst)
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 safetensors and the definition of each format."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,25 @@ def test_an_export_that_is_interrupted_leaves_nothing(
         assert len(written) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["former"]
     assert (tmp_path / "former" / "model.safetensors").read_bytes() == former
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replace = tmp_path / "out", os.replace
+    export_model(model(), target, "fp8")
+    former = (target / "model.safetensors").read_bytes()
+
+    def fails_once(source: Any, place: Any) -> None:
+        if Path(place) == target and not Path(source).name.endswith(".former"):
+            raise PermissionError("not now")
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", fails_once)
+    with pytest.raises(UsageError):
+        export_model(model(), target, "fp8", activations="none", force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (target / "model.safetensors").read_bytes() == former
 
 
 def test_companions_are_written_again(tmp_path: Path) -> None:

@@ -11,10 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava import checkpoint
+from ottava import GridQuantizer, Layout, checkpoint
+from ottava.checkpoint import load_sharded, save_sharded
 from ottava.errors import CheckpointError, DTypeError, OttavaError, ShapeError, UsageError
+from ottava.gemm import gemm
 from ottava.tensors import columnwise_layout
+from tests.comparing import assert_same
 from tests.core.checkpoint.files import contents, module_of
+from tests.samples import wide
 
 
 def linear(recipe: Any, seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -338,3 +342,16 @@ def test_ctrl_c_while_modules_load_leaves_all_of_the_state(
         checkpoint.load_model(net, tmp_path / "saved")
     signal.signal(signal.SIGINT, handler)
     assert contents(net) == contents(state)
+
+
+def test_what_is_derived_of_a_loaded_tensor_is_made_anew(tmp_path: Path) -> None:
+    """Of a tensor that was made in inference mode, too, which counts no writes."""
+    quantizer = GridQuantizer(Layout(torch.float8_e4m3fn, (4, 4), columnwise="transposed"))
+    with torch.inference_mode():
+        saved, loaded = (quantizer.quantize(wide(64, 64, seed=seed)) for seed in range(2))
+        dy = wide(8, 64)
+        expected = gemm(dy, saved, "dgrad", out_dtype=torch.float32)
+        gemm(dy, loaded, "dgrad", out_dtype=torch.float32)
+        save_sharded({"w": saved}, tmp_path / "w")
+        load_sharded({"w": loaded}, tmp_path / "w")
+        assert_same(gemm(dy, loaded, "dgrad", out_dtype=torch.float32), expected)

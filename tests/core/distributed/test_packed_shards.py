@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ottava import GridQuantizer, Layout
 from ottava.distributed import cast_master_weights_to_fp8, quantize_master_weights, rule_of
 from ottava.errors import ShapeError, UsageError
-from ottava.kernels import fixed_seed
+from ottava.kernels import draw_seed, fixed_seed
 from ottava.layout import Rotation
+from ottava.tensors.row_shard import RowShard
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import LEVELS, SIGNS, assert_directions
 from tests.ranks import on_ranks
@@ -206,3 +207,14 @@ def test_rows_that_are_whole_groups_of_a_rotation_share_its_bytes() -> None:
     rows = padded[24:]
     assert type(rows) is not type(q)
     assert_same(rows * 1, padded.dequantize()[24:])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_each_rank_draws_a_seed_so_that_generators_stay_alike(is_first: bool) -> None:
+    shard = RowShard(wide(8, 32), RANDOM, rowwise=True, columnwise=False)
+    torch.manual_seed(0)
+    draw_seed(torch.device("cpu"))
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    shard.numbers(is_first=is_first)
+    assert_same(torch.rand(1), expected)
