@@ -24,6 +24,7 @@ from ottava_integrations import (
     load_quantized,
 )
 from ottava_integrations.formats import FORMATS, companions_of, scheme_of
+from ottava_integrations.sources import model_of_state
 from tests.comparing import assert_same
 from tests.integrations.files import Net, published_parts
 
@@ -286,6 +287,20 @@ def test_an_export_that_is_interrupted_leaves_nothing(
         assert len(written) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["former"]
     assert (tmp_path / "former" / "model.safetensors").read_bytes() == former
+
+
+def test_a_file_is_full_at_its_limit(tmp_path: Path) -> None:
+    nbytes = export_model(model(), tmp_path / "whole", "fp8").nbytes
+    for limit, count in ((nbytes, 1), (nbytes - 1, 2)):
+        report = export_model(model(), tmp_path / str(limit), "fp8", max_shard_size=limit)
+        files = [name for name in report.files if name.endswith(".safetensors")]
+        assert len(files) == count
+
+
+def test_a_state_dict_is_a_model_of_parameters_and_buffers() -> None:
+    made = model_of_state({"a.weight": torch.ones(2, 2), "a.steps": torch.tensor(3)})
+    assert [name for name, _ in made.named_parameters()] == ["a.weight"]
+    assert [name for name, _ in made.named_buffers()] == ["a.steps"]
 
 
 def test_a_folder_that_cannot_be_put_in_place_leaves_the_former_one(

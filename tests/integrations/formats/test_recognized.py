@@ -1,5 +1,6 @@
 """What configurations of other libraries say of each layer."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from ottava.errors import CheckpointError
-from ottava_integrations import quantized_from
+from ottava_integrations import load_quantized, quantized_from
+from ottava_integrations.formats import scheme_of
+from tests.comparing import assert_same
+from tests.integrations.files import inner, published_parts
 
 Json = dict[str, Any]
 
@@ -206,3 +210,26 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
         quantized_from(written(tmp_path, {}, ("a",), one_level))
     with pytest.raises(CheckpointError, match="has no quantized weights"):
         quantized_from(written(tmp_path, {"quant_method": "fp8"}, ()))
+
+
+def test_scales_of_torchao_in_tiles_are_those_of_rows(tmp_path: Path) -> None:
+    """Padded to tiles of 128 x 4; row 32 a + b, column c of a tile is at place 16 b + 4 a + c."""
+    parts = published_parts(torch.randn(130, 96).bfloat16(), scheme_of("torchao-nvfp4"))
+    scales = parts["_weight_scale"].view(torch.uint8)
+    padded = torch.nn.functional.pad(scales, (0, 2, 0, 126))
+    tiles = torch.empty(2, 2, 512, dtype=torch.uint8)
+    for row, column in itertools.product(range(256), range(8)):
+        place = 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+        tiles[row // 128, column // 4, place] = padded[row, column]
+    weights = []
+    for name, own in (("rows", scales), ("tiles", tiles.view(-1))):
+        tensors = {f"a.{suffix}": part for suffix, part in parts.items()}
+        tensors["a._weight_scale"] = own.view(torch.float8_e4m3fn)
+        texts = header("NVFP4Tensor", block_size=16, is_swizzled_scales=name == "tiles")
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt", **texts})
+        net: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(96, 130, bias=False)}).bfloat16()
+        load_quantized(net, tmp_path / name)
+        weights.append(net["a"].weight.detach())
+    for one, other in zip(inner(weights[0]), inner(weights[1]), strict=True):
+        assert_same(one, other)

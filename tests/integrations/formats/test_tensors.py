@@ -171,3 +171,14 @@ def test_shapes_that_blocks_do_not_divide_are_refused() -> None:
             weight = quantized(scheme.exports_as.make(), values((128, 200)))
             with pytest.raises(ShapeError, match="columns in multiples of"):
                 published_tensors(weight, scheme, torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.names.level], ids=str)
+def test_a_scale_of_the_tensor_becomes_an_amax_and_returns(scheme: Scheme) -> None:
+    """Of amaxes of every exponent, the least of which have the largest scale there is."""
+    for exponent in range(-148, 128, 3):
+        x = torch.full((1, 32), 1.3 * 2.0**exponent)
+        written = published_tensors(quantized(scheme.exports_as.make(), x), scheme, x.dtype)
+        weight = quantized_weight(written, scheme, x.dtype)
+        again = published_tensors(weight, scheme, x.dtype)
+        assert torch.equal(again[scheme.names.level], written[scheme.names.level])

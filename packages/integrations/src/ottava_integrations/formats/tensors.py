@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 _E8M0 = torch.float8_e8m0fnu
 _NAN_CODE = 255
 _BIAS = 127
-# A level that is a quotient lies at most so many floats beside that of the inverse quotient.
-_NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)
+# A quotient and the inverse of the inverse quotient are neighbours at most.
+_NEIGHBOURS = (0, 1, -1)
 
 
 class PublishedLevel(NamedTuple):
