@@ -286,8 +286,9 @@ def _search_together(group: Sequence[_Search]) -> None:
     parts = [search.part for search in group]
     common = match(parts, learned.values(), most_turns=2, table=[*turns]).exact
     for search in group:
-        if common or not search.result.exact:
-            search.take(common or learned.values())
+        found = match([search.part], common or learned.values(), most_turns=0)
+        if found.exact and (common or not search.result.exact):
+            search.take(found.exact)
         # A scale from outside explains any scale, and so comes last.
         from_outside = [Explanation(e) for e in search.known if takes_scale(e.steps)]
         is_known = any(not each.takes("scales") for each in search.result.exact)
