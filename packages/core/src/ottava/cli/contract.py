@@ -67,9 +67,9 @@ def _show(value: Mapping[str, object], one_line: bool) -> None:
         show_json(value)
 
 
-def _stated(recipe: str, roles: Texts, options: Texts) -> "tuple[str, dict[str, Contract]]":
+def _stated(name: str, roles: Texts, options: Texts) -> "tuple[str, dict[str, Contract]]":
     """The name of a recipe, and its contracts by role."""
     tensor_types = roles or OF_LINEAR
     check_of_linear(tensor_types)
-    made = get_recipe(recipe, **parse_options(options or []))
-    return made.name, {each: made.quantizer(each).contract for each in tensor_types}
+    recipe = get_recipe(name, **parse_options(options or []))
+    return recipe.name, {each: recipe.quantizer(each).contract for each in tensor_types}

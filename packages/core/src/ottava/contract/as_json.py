@@ -150,7 +150,9 @@ def _schema_of(
     if hasattr(kind, "__dataclass_fields__"):
         return _schema_of_fields(kind, definitions)
     word = {int: "integer", float: "number", str: "string", type(None): "null"}[kind]
-    return {"type": word, **(limits or {})} if word != "null" else {"type": word}
+    if word == "null":
+        return {"type": word}
+    return {"type": word, **(limits or {})}
 
 
 def _schema_of_fields(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:

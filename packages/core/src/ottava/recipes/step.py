@@ -135,11 +135,12 @@ class Step:
             compare_layers(states, group)
             self.phase = StepPhase.COMPARED
         update_states(states, group, calibrated=calibrated)
-        for state in states if calibrated else ():
-            if state.step is not None and state.step is not self:
-                # The model has it, and another step that it ran in: both begin with it again.
-                state.step.add_member(None, state)
-        if not calibrated:
+        if calibrated:
+            for state in states:
+                if state.step is not None and state.step is not self:
+                    # The model and the other step, in which the state ran, begin with it again.
+                    state.step.add_member(None, state)
+        else:
             self._count(states, compiling=False)
             # After an interrupt on the way here, the next step begins with the members.
             self.members.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -267,10 +268,11 @@ def contract(subject: Subject, quantizer: Quantizer) -> None:
 
 def _by_contract(quantizer: Quantizer, usage: Usage, values: torch.Tensor) -> dict[str, Any]:
     """What the contract of a quantizer stores of a matrix."""
-    given = None
+    scale = None
     if takes_scale(steps_of(quantizer.contract, usage)):
-        given = float(vars(quantizer)["scale"])
-    return Interpretation(quantizer.contract, usage, values, seed=_SEED, scale=given).parts
+        # It may be an attribute or a property.
+        scale = float(attrgetter("scale")(quantizer))
+    return Interpretation(quantizer.contract, usage, values, seed=_SEED, scale=scale).parts
 
 
 def _special_rows() -> torch.Tensor:
