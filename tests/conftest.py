@@ -17,6 +17,9 @@ with contextlib.suppress(ImportError):
     settings.register_profile("tests", deadline=None)
     settings.load_profile("tests")
 
+# Threads that wait for each other would otherwise spin, at the cost of the other processes, whose
+# processors they hold.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each processor, so more threads would only take turns. Before torch
     # starts its own; the processes that tests start inherit it.
