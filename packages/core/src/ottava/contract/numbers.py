@@ -84,13 +84,44 @@ def power_of_two(exponents: Tensor) -> Tensor:
 
 
 def nearest(numbers: Tensor, name: str) -> Tensor:
-    """The place of the nearest magnitude of a format, of the even one of two."""
-    numbers = numbers.contiguous()
+    """The place of the nearest magnitude of a format, of the even one of two, for float32."""
+    return _nearest_of_classes(name).take(_classes(numbers))
+
+
+def below(numbers: Tensor, name: str) -> Tensor:
+    """The place of the largest magnitude of a format that is not larger, for float32."""
+    return _below_of_classes(name).take(_classes(numbers))
+
+
+# Searching among magnitudes takes ten times as long as a table of places. Magnitudes, and the
+# numbers halfway between two, have at most eight bits behind the leading one. So the place of a
+# number depends on its sign, its exponent, its first eight bits, and on whether another one is set.
+_OTHERS = 15
+
+
+def _classes(numbers: Tensor) -> Tensor:
+    """Which numbers have the same place whatever the format: a class for each number."""
+    bits = numbers.contiguous().view(torch.int32)
+    # The mask drops the sign's copies, which the shift puts before it.
+    first = bits >> _OTHERS - 1 & (2 << 32 - _OTHERS) - 2
+    others = bits & (1 << _OTHERS) - 1
+    return (first | (others != 0)).long()
+
+
+@cache
+def _one_of_each_class() -> Tensor:
+    classes = torch.arange(2 << 32 - _OTHERS)
+    return (classes >> 1 << _OTHERS | classes & 1).int().view(torch.float32)
+
+
+@cache
+def _nearest_of_classes(name: str) -> Tensor:
+    numbers = _one_of_each_class()
     places = torch.bucketize(numbers, middles(name))
     tie = numbers == middles(name)[places.clamp(max=len(middles(name)) - 1)]
     return places + (tie & (places % 2 == 1))
 
 
-def below(numbers: Tensor, name: str) -> Tensor:
-    """The place of the largest magnitude of a format that is not larger."""
-    return torch.bucketize(numbers.contiguous(), magnitudes(name), right=True) - 1
+@cache
+def _below_of_classes(name: str) -> Tensor:
+    return torch.bucketize(_one_of_each_class(), magnitudes(name), right=True) - 1
