@@ -54,6 +54,19 @@ def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Parame
         yield name, parameter, values
 
 
+def _seed(options: argparse.Namespace, step: int) -> int:
+    return 1_000_000 * options.seed + step
+
+
+def seed_step(options: argparse.Namespace, step: int) -> None:
+    """Seed torch's generators for a step, on each rank with another number.
+
+    Recipes that round at random draw from them. What a step draws does not depend on the steps
+    before, so an interrupted run ends as another.
+    """
+    torch.manual_seed(_seed(options, step) + (dist.get_rank() << 32))
+
+
 class Text:
     """Batches of the demo's text, the source code of Python's standard library.
 
@@ -70,7 +83,7 @@ class Text:
     def batches(self, step: int, mesh: DeviceMesh) -> Iterator[tuple[torch.Tensor, ...]]:
         """The microbatches of this rank in a step, each as bytes and the next bytes."""
         options = self.options
-        generator = torch.Generator().manual_seed(1_000_000 * options.seed + step)
+        generator = torch.Generator().manual_seed(_seed(options, step))
         whole = batch(self.data, options.batch, options.length, generator)
         mine = [t.chunk(mesh.size())[mesh.get_local_rank()].to(mesh.device_type) for t in whole]
         return zip(*(t.chunk(options.accumulate) for t in mine), strict=True)

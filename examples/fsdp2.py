@@ -29,6 +29,7 @@ from common import (
     mean,
     ranks,
     say,
+    seed_step,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -163,6 +164,7 @@ def train(options: Any, mesh: DeviceMesh) -> None:
 
     checkpoints = Checkpoints(model, optimizer, options)
     for step in range(checkpoints.resume(), options.steps):
+        seed_step(options, step)
         total = torch.zeros((), device=mesh.device_type)
         # One region contains all microbatches, so that scales from past steps change once a step.
         with ottava.autocast():

@@ -24,7 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Checkpoints, Text, arguments, digest, leave, make_gpt, mean, ranks, say
+from common import (
+    Checkpoints,
+    Text,
+    arguments,
+    digest,
+    leave,
+    make_gpt,
+    mean,
+    ranks,
+    say,
+    seed_step,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -80,13 +91,22 @@ class FlatParameters:
                 view = buffer[start : start + parameter.numel()].view(parameter.shape)
                 parameter.data = view.copy_(parameter.data)
             return [buffer]
+        # Four bits are half a byte.
+        per_byte = first.numel() // getattr(first, first.raw_inner()[0].attribute).numel()
+        if self.chunk % per_byte:
+            raise UsageError(
+                f"{self.numel} elements of which a byte holds {per_byte}, over {self.mesh.size()} "
+                "ranks",
+                expected="whole bytes for each rank",
+                remedy="take another number of ranks",
+            )
         buffers = [
-            torch.zeros(size, dtype=torch.uint8, device=first.device) for _ in first.raw_inner()
+            torch.zeros(size // per_byte, dtype=torch.uint8, device=first.device)
+            for _ in first.raw_inner()
         ]
         for parameter, start in places:
-            replace_raw_data(
-                parameter, [buffer[start : start + parameter.numel()] for buffer in buffers]
-            )
+            own = slice(start // per_byte, (start + parameter.numel()) // per_byte)
+            replace_raw_data(parameter, [buffer[own] for buffer in buffers])
         return buffers
 
     def shards(self) -> Iterator[tuple[int, int, int] | None]:
@@ -250,6 +270,7 @@ def train(options: Any, mesh: DeviceMesh) -> None:
 
     checkpoints = Checkpoints(model, optimizer, options)
     for step in range(checkpoints.resume(), options.steps):
+        seed_step(options, step)
         total = torch.zeros((), device=mesh.device_type)
         # One region contains all microbatches, so that scales from past steps change once a step.
         with ottava.autocast():

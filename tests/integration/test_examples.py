@@ -37,7 +37,7 @@ VARIANTS = {
     # Microbatches matter to recipes that remember.
     "fsdp2 of microbatches": "fsdp2 --no-reshard --no-mixed-precision --accumulate 2",
 }
-SAMPLE = ("fsdp2 of quantized weights", "current")
+SAMPLE = ("fsdp2 of quantized weights", "nvfp4")
 
 
 @dataclass

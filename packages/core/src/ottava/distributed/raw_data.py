@@ -51,8 +51,9 @@ def replace_raw_data(
 
     Args:
         new_raw_data: contiguous, uint8 (or the 8-bit float dtype of the elements), with as many
-            elements as the tensor. A tensor with rowwise and columnwise data takes two buffers, or
-            one to move its rowwise data alone.
+            bytes as the tensor's data: one for each element, or for two elements of four bits. A
+            tensor with rowwise and columnwise data takes two buffers, or one to move its rowwise
+            data alone.
 
     Raises:
         DTypeError, ShapeError, DeviceError: a buffer is not as above. All are ValueErrors, and
