@@ -26,7 +26,7 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
 #: The rows of the common table for which compiled modules have kernels of grids (``test_levels.py``
 #: has the others), and what only kernels treat in another way.
-LAYOUTS = {name: layout for name, layout in COMMON.items() if is_native(layout)} | {
+LAYOUTS: dict[str, Layout] = {
     "128x128-own": Layout(E5M2, (128, 128), epsilon=2.0, shared=(128, 128)),
     "1x128-shared": Layout(E4M3, (1, 128), shared=(128, 128), columnwise="transposed"),
     "mx-squares-floor": Layout(E5M2, (1, 32), E8M0, "floor", shared=(32, 32)),
@@ -37,6 +37,7 @@ LAYOUTS = {name: layout for name, layout in COMMON.items() if is_native(layout)}
     "300x3": Layout(E4M3, (300, 3), columnwise="transposed"),
     "beyond": Layout(E4M3, (2**40, 2**40)),
     "1xbeyond": Layout(E4M3, (1, 2**40)),
+    **{name: layout for name, layout in COMMON.items() if is_native(layout)},
 }
 # One process of pytest tests a layout on all paths, and expects once.
 each_layout = pytest.mark.parametrize(

@@ -145,8 +145,9 @@ class PerTensor(Float8QuantizerBase):
 
 #: A quantizer for each layout, and one whose tensors have other names for their parts.
 QUANTIZERS: dict[str, GridQuantizer] = {
-    name: GridQuantizer(layout) for name, layout in LAYOUTS.items()
-} | {"Float8Tensor": PerTensor(E4M3)}
+    "Float8Tensor": PerTensor(E4M3),
+    **{name: GridQuantizer(layout) for name, layout in LAYOUTS.items()},
+}
 
 
 #: Rows whose layout rotates one direction alone. A transpose of theirs has another layout, and a
@@ -177,7 +178,6 @@ ONLY_OTHER_BYTES = {
     "mxfp4",
     "two-levels-own",
     "two-levels-4x4",
-    "two-levels-4x4-own",
     "two-levels-same",
 }
 

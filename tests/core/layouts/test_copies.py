@@ -108,6 +108,7 @@ def test_a_deep_copy_keeps_what_a_parameter_has() -> None:
         copy.deepcopy(QUANTIZERS["mxfp8"](torch.ones(2, requires_grad=True)))
 
 
+@pytest.mark.every_layout
 @EACH
 def test_copying_between_tensors(name: str) -> None:
     """Bytes where the source means the same and has all that is held; else its values, quantized

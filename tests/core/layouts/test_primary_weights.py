@@ -192,6 +192,7 @@ def test_a_weight_of_one_direction_serves_what_it_can(name: str) -> None:
 # -- master weights, on one process that holds all of them --
 
 
+@pytest.mark.every_layout
 def test_one_batch_of_master_weights_of_all_layouts() -> None:
     quantizers = [quantizer(name, usages) for name in LAYOUTS for usages in list(USAGES)[:2]]
     for dtype in (torch.float32, torch.bfloat16):

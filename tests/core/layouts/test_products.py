@@ -31,7 +31,6 @@ from tests.core.layouts.layouts import (
     E5M2,
     EACH,
     EACH_OF_A_LAYER,
-    LAYOUTS,
     QUANTIZERS,
     ROTATED_ONCE,
     OneQuantizer,
@@ -72,6 +71,7 @@ def test_a_product_is_that_of_the_decoded_operands(name: str, kind: str) -> None
                 check(out, a, b, kind, roundings=2)
 
 
+@pytest.mark.every_layout
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_operands_of_any_two_layouts(kind: str) -> None:
     """And one in high precision: a scale of another layout is applied once."""
@@ -199,10 +199,10 @@ def test_a_layer_takes_each_direction_for_its_product(name: str) -> None:
                 assert far(layer.weight.grad, g, q, "wgrad", directions=(True, False))[0].any()
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ROTATED_ONCE])
+@EACH_OF_A_LAYER
 def test_a_layer_saves_bytes_of_columns_alone(name: str) -> None:
     """And of what requires a gradient."""
-    layout = LAYOUTS[name]
+    layout = QUANTIZERS[name].layout
     for x_needs, w_needs in itertools.product((False, True), repeat=2):
         layer = Linear(64, 96, bias=False, dtype=torch.bfloat16, recipe=OneQuantizer(row=name))
         layer.weight.requires_grad_(w_needs)

@@ -107,6 +107,7 @@ def test_a_direction_that_was_made_of_the_other_shares_its_codes(tmp_path: Path)
             check_alike(made, expected)
 
 
+@pytest.mark.every_layout
 def test_files_of_all_layouts(tmp_path: Path) -> None:
     """Bare storages, and views; without quantizers."""
     state: dict[str, Any] = {"plain": wide(3, 4, dtype=torch.bfloat16)}
@@ -154,6 +155,7 @@ def through_sharded(state: Any, like: Any, path: Path) -> Any:
 MODEL_WAYS = [through_torch, through_dcp, through_safetensors, through_sharded]
 
 
+@pytest.mark.every_layout
 @pytest.mark.parametrize("way", MODEL_WAYS)
 def test_tensors_of_odd_shapes(way: Callable[..., Any], tmp_path: Path) -> None:
     """With all that their bytes do not tell: the shape, and amaxes of a second level."""

@@ -151,6 +151,7 @@ def test_quantizing_into_a_destination_keeps_its_buffers_usages_and_dtype(name: 
             assert_same(inner(out), expected)
 
 
+@pytest.mark.every_layout
 def test_storages_and_tensors_are_saved_among_others() -> None:
     things: list[Any] = [None, torch.randn(3)]
     for number, name in enumerate(QUANTIZERS):

@@ -301,6 +301,7 @@ STEPS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
+@pytest.mark.every_layout
 @settings(max_examples=60, derandomize=True, database=None)
 @given(
     name=st.sampled_from(sorted(QUANTIZERS)),
