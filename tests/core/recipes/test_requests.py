@@ -74,6 +74,12 @@ class Counting(ottava.Recipe):
             state.steps += 1
 
 
+class CountingLater(Counting):
+    """Whose state is in one that counts steps, too."""
+
+    high_precision_until_step = 1
+
+
 def over(recipe: Any, **answers: Any) -> Any:
     """``recipe`` with a factory that answers for some tensor types."""
     recipe.set_quantizer_factory(lambda role: answers.get(role.tensor_type))
@@ -99,8 +105,11 @@ def test_a_factory_is_asked_for_each_role_and_goes_over_the_recipe(
     recipe: Any, quantizer: Any
 ) -> None:
     roles: list[QuantizerRole] = []
+    failing = {"weight"}
 
     def factory(role: QuantizerRole) -> Any:
+        if role.tensor_type in failing:
+            raise ZeroDivisionError
         roles.append(role)
         return quantizer if role.tensor_type == "weight" else None
 
@@ -109,6 +118,11 @@ def test_a_factory_is_asked_for_each_role_and_goes_over_the_recipe(
     assert recipe.explain("grad_output").rowwise == "sample E5M2"
     assert recipe.rules() == ()
     recipe.set_quantizer_factory(factory)
+    with pytest.raises(ZeroDivisionError):
+        net(recipe, 1)
+    # What it answered before it failed is asked again.
+    failing.clear()
+    roles.clear()
     net(recipe, 1)
     types = ("input", "weight", "grad_output")
     assert set(roles) == {QuantizerRole("linear", tensor_type, "0") for tensor_type in types}
@@ -157,9 +171,13 @@ def test_equal_recipes_share_a_state_and_others_do_not(recipe: Any) -> None:
     step(model)
     assert sorted(Counting.calls) == [("asked", 2), ("below", 2)]
     assert model[0].recipe_state.counting.roles == ["input", "grad_output"]
+    # A recipe that is asked for may ask for another one.
+    Counting.calls.clear()
+    step(net(over(recipe, weight=QuantizerRequest(below))))
+    assert Counting.calls == [("asked", 2)]
 
 
-def test_a_region_begins_the_step_of_parts(recipe: Any) -> None:
+def test_a_region_begins_the_step_of_parts_and_of_loaded_states(recipe: Any) -> None:
     over(recipe, input=QuantizerRequest(Counting("a")))
     layers = [ottava.nn.Linear(4, 4) for _ in range(2)]
     for _ in range(3):
@@ -168,6 +186,28 @@ def test_a_region_begins_the_step_of_parts(recipe: Any) -> None:
                 step(layer)
     # The first block finds no layer yet.
     assert [label for label, count in Counting.calls if count == 2] == ["a"] * 2
+    # What is loaded goes into the next step, although nothing has run since the last one began.
+    with ottava.autocast(recipe), torch.no_grad():
+        for layer in layers:
+            layer.eval()(torch.ones(2, 4))
+            layer.train().load_state_dict(layer.state_dict())
+    Counting.calls.clear()
+    with ottava.autocast(recipe):
+        step(layers[0])
+    assert Counting.calls == [("a", 2)]
+
+
+def test_a_state_is_made_for_training_whatever_is_set_around() -> None:
+    layer: Any = ottava.nn.Linear(4, 4)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode(), torch.device("meta"):
+            layer.bind(Counting())
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    step(layer)
+    assert (layer.recipe_state.steps, layer.recipe_state.steps.dtype) == (1, torch.float32)
 
 
 def test_the_state_is_saved_copied_reset_and_follows_the_factory(recipe: Any) -> None:
@@ -181,14 +221,20 @@ def test_the_state_is_saved_copied_reset_and_follows_the_factory(recipe: Any) ->
         assert twin[0].recipe_state.counting.steps == 1
         step(twin)
         assert twin[0].recipe_state.counting.steps == 2
-    model[0].reset_parameters()
-    assert model[0].recipe_state.counting.steps == 0
+    later = net(CountingLater("a"))
+    step(later)
+    for each in (model, later):
+        each[0].reset_parameters()
+        assert each[0].recipe_state.counting.steps == 0
     first = model[0].recipe_state
     ottava.convert(model, recipe)
     assert model[0].recipe_state is first
     over(recipe, input=QuantizerRequest(Counting("b")))
     ottava.convert(model, recipe)
     assert model[0].recipe_state is not first
+    recipe.set_quantizer_factory(None)
+    ottava.convert(model, recipe)
+    assert list(model[0].state_dict()) == ["weight", "bias"]
 
 
 def test_what_is_no_factory_request_or_quantizer_is_refused(recipe: Any) -> None:

@@ -126,15 +126,18 @@ def evaluated_between(recipe: ottava.Recipe) -> Callable[[torch.Tensor], torch.T
     return run
 
 
-def one_role(recipe: ottava.Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
+def one_role(way: Callable[..., Any]) -> Callable[[ottava.Recipe], Callable[..., torch.Tensor]]:
     """The schedule of a recipe that a factory requests for the weight alone."""
 
-    def factory(role: ottava.QuantizerRole) -> Any:
-        return ottava.QuantizerRequest(recipe) if role.tensor_type == "weight" else None
+    def make(recipe: ottava.Recipe) -> Any:
+        def factory(role: ottava.QuantizerRole) -> Any:
+            return ottava.QuantizerRequest(recipe) if role.tensor_type == "weight" else None
 
-    outer = replace(Scheduled(), high_precision_until_step=0, high_precision_after_step=None)
-    outer.set_quantizer_factory(factory)
-    return model(outer)
+        outer = replace(Scheduled(), high_precision_until_step=0, high_precision_after_step=None)
+        outer.set_quantizer_factory(factory)
+        return way(outer)
+
+    return make
 
 
 def first_microbatches(recipe: ottava.Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -157,7 +160,9 @@ WAYS = {
     "recomputed": recomputed(False),
     "recomputed, reentrant": recomputed(True),
     "evaluated between": evaluated_between,
-    "one role": one_role,
+    "one role": one_role(converted),
+    "one role, alone": one_role(alone),
+    "one role, in a region": one_role(in_region),
     "microbatches": first_microbatches,
 }
 
@@ -253,6 +258,8 @@ def test_a_reset_and_a_plain_state_dict_start_again() -> None:
     net = model(Scheduled())
     steps(net, 3)
     net[0].recipe_state.reset()
+    with torch.no_grad():
+        assert is_high_precision(net(torch.ones(16, 16)))
     assert steps(net, 3) == EXPECTED[:3]
     with pytest.warns(UserWarning, match="no scaling state for a layer"):
         net.load_state_dict({"0.weight": torch.full((16, 16), THIRD)})

@@ -38,7 +38,9 @@ class MixedState(torch.nn.Module, RecipeState):
             self.serving |= {role.tensor_type: part for role in roles}
             if isinstance(part, torch.nn.Module):
                 self.add_module(self._name_for(part), part)
-        self.has_fixed_quantizers = all(part.has_fixed_quantizers for part in self.parts())
+        self.has_fixed_quantizers = all(
+            part.has_fixed_quantizers for part in self._stateful_parts()
+        )
         self.has_schedule = any(part.has_schedule for part in self.serving.values())
 
     def _name_for(self, part: RecipeState) -> str:
@@ -49,6 +51,11 @@ class MixedState(torch.nn.Module, RecipeState):
         return next(name for name in names if not hasattr(self, name))
 
     def parts(self) -> list[RecipeState]:
+        # A recipe that is asked for may ask for others, so that a part may consist of several.
+        return [inner for part in self._stateful_parts() for inner in part.parts()]
+
+    def _stateful_parts(self) -> list[RecipeState]:
+        """The states of the recipes that have one."""
         # Any, because torch knows them as modules.
         submodules: dict[str, Any] = self._modules
         return list(submodules.values())
@@ -80,15 +87,15 @@ class MixedState(torch.nn.Module, RecipeState):
 
     def opens_evaluation(self) -> bool:
         # All of them open, whatever the first one says.
-        opened = [part.opens_evaluation() for part in self.parts()]
+        opened = [part.opens_evaluation() for part in self._stateful_parts()]
         return all(opened)
 
     def note_evaluation(self, weight: torch.Tensor) -> None:
-        for part in self.parts():
+        for part in self._stateful_parts():
             part.note_evaluation(weight)
 
     def reset(self) -> None:
-        for part in self.parts():
+        for part in self._stateful_parts():
             part.reset()
 
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
