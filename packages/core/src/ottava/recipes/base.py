@@ -257,6 +257,15 @@ class Recipe(ABC):
         # Not every recipe has the option as a field.
         return self.backward == other.backward and bool(self == other)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Recipe":
+        # A copy has the same factory: states know their recipe by it, and copies of an object are
+        # not equal to it by default.
+        duplicate = copy.copy(self)
+        memo[id(self)] = duplicate
+        attributes = {name: value for name, value in vars(self).items() if name != "_factory"}
+        vars(duplicate).update(copy.deepcopy(attributes, memo))
+        return duplicate
+
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: "Group") -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
 
