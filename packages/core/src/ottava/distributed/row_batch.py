@@ -25,9 +25,7 @@ class RowBatch(ShardBatch):
     def amaxes(self) -> torch.Tensor:
         numbers = []
         for job in self.jobs:
-            shard = _row_shard(job)
-            is_first = job.start_offset == 0 and shard.row_count > 0
-            numbers.append(shard.numbers(is_first=is_first))
+            numbers.append(_row_shard(job).numbers(is_first=job.start_offset == 0))
         return torch.cat(numbers)
 
     def cast(self, amaxes: torch.Tensor) -> None:

@@ -92,8 +92,6 @@ def remove_step(model: ConvertedModel) -> None:
     # A class that was derived from it since, by FSDP2 say, stays: without a step it does nothing.
     if cls.__bases__[:1] == (ConvertedModel,):
         model.__class__ = cls.__bases__[1]
-    ignored = getattr(model, _DDP_IGNORES, ())
-    model.__dict__[_DDP_IGNORES] = [name for name in ignored if not OF_STATE.search(name)]
 
 
 def _keep_from_broadcast(model: torch.nn.Module) -> None:

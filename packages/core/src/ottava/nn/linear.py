@@ -147,7 +147,7 @@ class Linear(torch.nn.Linear):
             in_high_precision = in_high_precision or call.state.is_high_precision_step()
             if not compiling:
                 _take_quantizer(weight, call.state)
-        if call.calibrating and not call.recomputed:
+        if call.calibrating:
             self._calibrate(input, call.state)
         if in_high_precision:
             return self._high_precision(input, call, inspection, main_grad)
