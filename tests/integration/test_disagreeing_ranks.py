@@ -74,6 +74,12 @@ def copied(other: bool) -> tuple[Any, DelayedScaling]:
     return again, recipe
 
 
+def converted_again(other: bool) -> tuple[Any, DelayedScaling]:
+    net, recipe = model(DelayedScaling()), DelayedScaling(margin=int(other))
+    step(net)
+    return ottava.convert(net, recipe), recipe
+
+
 def other_roles(other: bool) -> tuple[Any, DelayedScaling]:
     """A layer whose input alone another recipe serves on one rank."""
     recipe, request = DelayedScaling(), ottava.QuantizerRequest("current")
@@ -95,6 +101,7 @@ def other_order(other: bool) -> tuple[Any, DelayedScaling]:
 STATES: dict[str, tuple[Make, tuple[str, ...], bool]] = {
     "options": (options(amax_compute_algo="most_recent"), ("amax_compute_algo",), False),
     "copied": (copied, ("margin",), False),
+    "converted again": (converted_again, ("margin",), False),
     "other layers": (without("last", "second"), ("second", "last"), False),
     "other roles": (other_roles, ("second",), False),
     "order in a block": (other_order, ("another order",), True),

@@ -158,15 +158,24 @@ def test_replicas_of_a_stage_are_to_be_named(mesh: DeviceMesh) -> None:
     rank = mesh.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    own, group = ottava.convert(stage_of(rank % 2), delayed()), pairs[rank // 2]
-    stage = PipelineStage(own, rank % 2, 2, torch.device("cpu"), group=group)
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
     x, y = data(0)
 
-    def step(**options: Any) -> None:
-        with ottava.autocast(**options):
-            schedule.step(*([] if rank % 2 else [x]), **({"target": y} if rank % 2 else {}))
+    def steps_of(recipe: ottava.Recipe) -> Callable[..., None]:
+        own, group = ottava.convert(stage_of(rank % 2), recipe), pairs[rank // 2]
+        stage = PipelineStage(own, rank % 2, 2, torch.device("cpu"), group=group)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
 
+        def step(**options: Any) -> None:
+            with ottava.autocast(**options):
+                schedule.step(*([] if rank % 2 else [x]), **({"target": y} if rank % 2 else {}))
+
+        return step
+
+    alone = steps_of(DelayedScaling(reduce_amax=False))
+    for _ in range(2):
+        # Where nothing is reduced nobody asks which ranks they are.
+        alone()
+    step = steps_of(delayed())
     step()
     with pytest.raises(UsageError, match=r"pipeline of 2 of 4 ranks.*amax_reduction_group"):
         step()

@@ -76,6 +76,10 @@ PROGRAMS: dict[str, list[Any]] = {
         *(ENTER_A, runs(1, Use(0, 0, 0, blocks=("B",)), Use(1, 0, 0)), BACKWARD, LEAVE),
         *(ENTER_A, runs(1, Use(1, 0, 0)), LEAVE),
     ],
+    "a block of another recipe inside of one, twice": [
+        *(ENTER_A, ENTER_B, runs(1, ONE), LEAVE, ENTER_B, runs(1, LARGE), LEAVE),
+        *(ENTER_B, runs(1, ONE), LEAVE, LEAVE),
+    ],
     "an evaluation in training mode in another block": [
         *(runs(0, ONE), runs(0, IN_NONE, mode="no_grad"), BACKWARD, runs(0, ONE))
     ],

@@ -154,6 +154,7 @@ def test_transposed_weights_train_with_the_same_bytes(recipe: str) -> None:
             for layer in (model[0], model[2]):
                 layer.fuse_wgrad_accumulation = first is not None
                 layer.weight.main_grad = torch.zeros(layer.weight.shape)
+                layer.weight.grad_added_to_main_grad = False
             with ottava.autocast(enabled=first is not False):
                 hidden = torch.nn.functional.gelu(model[0](x, is_first_microbatch=first))
                 y = model[2](hidden, is_first_microbatch=first)
@@ -161,6 +162,8 @@ def test_transposed_weights_train_with_the_same_bytes(recipe: str) -> None:
             name = "grad" if first is None else "main_grad"
             weights = [getattr(model[i].weight, name) for i in (0, 2)]
             assert all(gradient.any() for gradient in weights)
+            told = {model[i].weight.grad_added_to_main_grad for i in (0, 2)}
+            assert told == {first is not None}
             if model is nets[0]:
                 weights = [gradient.t() for gradient in weights]
             results.append([y, x.grad, model[2].bias.grad, *weights])

@@ -172,6 +172,15 @@ def test_a_weight_that_is_kept_for_microbatches_counts_once() -> None:
     assert counts[0] == counts[1] > 0
 
 
+def test_a_part_of_a_mixed_state_warns_too() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    request = ottava.QuantizerRequest(DelayedScaling(amax_history_len=2))
+    recipe.set_quantizer_factory(lambda role: request if role.tensor_type == "weight" else None)
+    with clamped() as operands:
+        evaluated(merged(recipe))
+    assert operands == WEIGHT
+
+
 def test_copies_count_from_zero() -> None:
     """The counts are no state."""
     net = merged()

@@ -178,7 +178,10 @@ def test_identity_is_the_values() -> None:
         assert [bytes(row) for row in held.view(torch.uint8).tolist()] == stored.data
 
 
-def test_what_has_no_grid_has_no_tensors() -> None:
+def test_one_amax_of_a_tensor_is_a_vector_and_what_has_no_grid_has_no_tensors() -> None:
+    layout = Layout("E4M3", (1, 16), torch.float8_e4m3fn, second_level="tensor")
+    stored = stored_tensors(GridQuantizer(layout)(torch.full((2, 16), 3.0)), "rowwise")
+    assert stored["amax"].tolist() == [3.0]
     with pytest.raises(UsageError, match="IdentityTensor says nothing of its rowwise data"):
         stored_tensors(IdentityQuantizer()(torch.ones(2, 2)), "rowwise")
 

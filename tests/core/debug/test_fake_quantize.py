@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def test_the_gradient_is_that_of_the_identity_and_it_compiles() -> None:
     assert torch.equal(x.grad, upstream)
 
 
+def test_a_quantized_tensor_or_storage_stands_for_its_values(quantizer: Any) -> None:
+    for quantizer.internal in (False, True):
+        q = quantizer(torch.randn(4, 6))
+        expected = fake_quantize(q.dequantize(), "FP8E5M2")
+        assert torch.equal(fake_quantize(q, "FP8E5M2"), expected)
+
+
 def test_tensors_that_do_not_fit_are_refused() -> None:
     x = torch.randn(4, 6)
     outs: list[tuple[Any, type[Exception]]] = [
@@ -85,12 +93,14 @@ from ottava import Layout, Recipe
 from ottava.tensors import GridQuantizer
 
 
+quantizer = GridQuantizer(Layout(torch.float8_e4m3fn, (None, None), rounding="floor"))
+
+
 class Thing(Recipe):
     def make_quantizer(self, role, *, amax_reduction_group=None): ...
 
     def fake_quantizer(self, fp8_format):
-        layout = Layout(torch.float8_e4m3fn, (None, None), rounding="floor")
-        return GridQuantizer(layout) if fp8_format == "ACME8E4M3" else None
+        return quantizer if fp8_format == "ACME8E4M3" else None
 """
 
 
@@ -101,5 +111,6 @@ def test_a_package_brings_formats_and_is_told_of_one_that_it_does_not_serve(tmp_
     (tmp_path / "acme_impl.py").write_text(THING)
     with installed(tmp_path):
         assert fake_quantize(torch.tensor([1.0, 0.3]), "ACME8E4M3").tolist() == [1.0, 0.3125]
+        assert not sys.modules["acme_impl"].quantizer.internal, "it is the package's own"
         with pytest.raises(PluginError, match="recipe 'acme' lists the format 'ACME8E5M2'"):
             fake_quantize(torch.ones(2), "ACME8E5M2")

@@ -13,7 +13,7 @@ import ottava
 from ottava.distributed import HighPrecisionWeight, gather_quantized
 from ottava.errors import DTypeError, ShapeError, UsageError
 from tests.comparing import assert_same
-from tests.copying import by_file
+from tests.copying import by_file, by_pickle
 
 
 def layers() -> Any:
@@ -73,6 +73,17 @@ def test_loading_plain_values(model: Any, assign: bool) -> None:
     read = by_file(model.state_dict())
     assert {type(value) for value in read.values()} == {torch.Tensor}
     assert_same(read["0.weight"], state["0.weight"])
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_weight_trains_as_before_and_so_does_what_is_read_of_its_pickle(
+    recipe: Any, trains: bool
+) -> None:
+    net = ottava.convert(layers(), recipe)
+    net[0].weight.requires_grad_(trains)
+    weight = gather_quantized(net)[0].weight
+    assert isinstance(weight, HighPrecisionWeight)
+    assert weight.requires_grad is by_pickle(weight).requires_grad is trains
 
 
 def test_the_layer_computes_as_before(model: Any, recipe: Any) -> None:

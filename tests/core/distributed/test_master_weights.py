@@ -188,6 +188,9 @@ def test_weights_in_one_place_are_refused(quantizer: Any) -> None:
     with pytest.raises(ShapeError, match="overlap"):
         quantize_master_weights(weights, [torch.randn(24), torch.randn(24)], [0, 0])
     assert_same(buffer, before)
+    with pytest.raises(ShapeError, match="overlap"):
+        replace_raw_data(weights[0], buffer[8:32])
+    assert_same(buffer, before)
 
 
 @pytest.mark.parametrize("nothing", [None, (None, None), [None], [None, None]], ids=str)

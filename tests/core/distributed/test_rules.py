@@ -6,11 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+import ottava
 from ottava import GridQuantizer, Layout, kernels
-from ottava.distributed import GridShards, ShardRule, quantize_master_weights, rule_of
+from ottava.distributed import (
+    GridShards,
+    MasterWeights,
+    ShardRule,
+    gather_quantized,
+    quantize_master_weights,
+    rule_of,
+)
 from ottava.errors import DTypeError
 from tests.comparing import assert_same
+from tests.core.layouts.layouts import OneQuantizer
+from tests.ranks import on_ranks
 from tests.strangers import AloneRows, ReducedRows, SilentOneScale, SilentRows
 
 E4M3 = torch.float8_e4m3fn
@@ -85,5 +97,31 @@ def test_scales_by_a_function() -> None:
     """It sees the amaxes, and the options of the quantizer."""
     quantizer = Floored(ONE_SCALE)
     weight: Any = quantizer.make_empty((2, 4))
-    quantize_master_weights([weight], [torch.full((8,), 50.0)], [0])
+    plan = MasterWeights([weight], [torch.full((8,), 50.0)], start_offsets=[0])
+    plan.quantize()
     assert_same(weight.dequantize(), torch.full((2, 4), 50.0), note="224 of 448 is 50 of 100")
+    # A weight that gets another quantizer.
+    before, other = weight._rowwise_scale_inv.clone(), quantizer.copy()
+    other.floor = 200.0
+    weight.update_quantizer(other)
+    plan.quantize()
+    assert_same(weight._rowwise_scale_inv, 2 * before)
+
+
+@on_ranks(2)
+def test_weights_with_other_options_are_no_batch(mesh: DeviceMesh) -> None:
+    """FSDP gathers them together."""
+
+    def factory(role: ottava.QuantizerRole) -> GridQuantizer:
+        if role.tensor_type != "weight":
+            return GridQuantizer(ONE_SCALE)
+        quantizer = Floored(ONE_SCALE)
+        quantizer.floor = 448.0 * (1 + int(role.name))
+        return quantizer
+
+    recipe = OneQuantizer()
+    recipe.set_quantizer_factory(factory)
+    layers = (torch.nn.Linear(8, 8) for _ in range(2))
+    net: Any = gather_quantized(ottava.convert(torch.nn.Sequential(*layers), recipe))
+    fully_shard(net, mesh=mesh).unshard()
+    assert [layer.weight._rowwise_scale_inv.item() for layer in net] == [1.0, 2.0]

@@ -86,6 +86,14 @@ def test_blocks_of_two_lengths_share_partial_sums(sides: tuple[int | None, int |
     check(gemm(a, b, out_dtype=F32), a, b, "fprop")
 
 
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_scales_of_rows_beside_scales_of_blocks(kind: Any) -> None:
+    """Where bfloat16 does not hold the products of elements and scales."""
+    layout = Layout(torch.int8, (1, 8), E4M3, second_level="row", columnwise="own")
+    a, b = (GridQuantizer(layout)(torch.randn(shape)) for shape in SHAPES[kind](5, 6, 20))
+    check(gemm(a, b, kind, out_dtype=F32), a, b, kind)
+
+
 def test_powers_of_two_as_scales_cost_no_rounding() -> None:
     for scales in ((1.0, 1.0), (0.25, 0.125)):
         a, b = pair("fprop", (64, 64, 64), *scales)
@@ -135,7 +143,8 @@ def test_where_products_give_float32_sums_every_result_is_rounded_once(
 
 
 def test_operands_of_any_form_mix(quantizer: Any) -> None:
-    """Of a plain tensor, and of a quantizer whose user defined the product."""
+    """Of a plain tensor, and of a quantizer whose user defined the product; whatever torch.autocast
+    says."""
 
     class Custom(type(quantizer)):  # type: ignore[misc]
         custom = True
@@ -152,7 +161,7 @@ def test_operands_of_any_form_mix(quantizer: Any) -> None:
 
     kinds: list[str] = []
     own = Custom(E4M3)
-    with scaled_products():
+    with scaled_products(), torch.autocast("cpu", BF16):
         for kind in PRODUCTS:
             plain, other = (torch.randn(shape) for shape in SHAPES[kind](4, 5, 6))
             a, b = own(plain), quantizer(other)
@@ -162,6 +171,15 @@ def test_operands_of_any_form_mix(quantizer: Any) -> None:
         a, b = pair("fprop", (4, 5, 6))
         twice = Doubled(data=a._data, fp8_scale_inv=a._scale_inv, fp8_dtype=E4M3, dtype=BF16)
         check(gemm(twice, b, out_dtype=F32) / 2, a, b, "fprop")
+
+
+def test_elements_that_share_a_byte_are_all_counted() -> None:
+    layout = Layout("INT4", (1, 4), columnwise="transposed")
+    for kind, shapes in SHAPES.items():
+        a, b = (GridQuantizer(layout)(torch.randn(shape)) for shape in shapes(4, 6, 8))
+        with FlopCounterMode(display=False) as counter:
+            gemm(a, b, kind)  # type: ignore[arg-type]
+        assert counter.get_total_flops() == 2 * 4 * 6 * 8
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

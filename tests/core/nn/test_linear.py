@@ -341,8 +341,12 @@ PARAMETERS: list[tuple[str, torch.Tensor, type[Exception], str]] = [
 def test_parameters_that_do_not_fit_are_named(
     recipe: Any, name: str, value: torch.Tensor, error: type[Exception], words: str
 ) -> None:
-    """Kernels, which read by addresses, would read beyond them, or multiply a part."""
+    """Kernels, which read by addresses, would read beyond them, or multiply a part; also where the
+    layer has run with parameters that fit."""
     layer = layer_of(recipe, name="block.0")
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            layer(torch.randn(4, 7))
     setattr(layer, name, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients), pytest.raises(error, match=words) as caught:

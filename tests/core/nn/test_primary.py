@@ -92,6 +92,29 @@ def test_a_layer_made_on_meta_moves_and_is_filled_later(recipe: Any) -> None:
     assert torch.equal(empty.weight.dequantize(), full.weight.dequantize())
 
 
+def test_a_move_that_fails_loses_no_weight(recipe: Any) -> None:
+    layer = layer_of(recipe)
+    weight = layer.weight
+    layer.bias = torch.nn.Parameter(torch.empty(24, device="meta"))
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        layer.cpu()
+    assert layer.weight is weight
+
+
+def test_weights_of_both_kinds_take_turns_in_a_layer(recipe: Any) -> None:
+    layer, x = layer_of(recipe), torch.randn(3, 16)
+    kept = layer.weight
+    plain = torch.nn.Parameter(kept.dequantize())
+    results = []
+    for layer.weight in (kept, plain, kept):
+        y = layer(x)
+        y.square().sum().backward()
+        results.append([y, layer.weight.grad])
+        layer.weight.grad = None
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
 def test_a_parametrized_layer_quantizes_what_is_computed(recipe: Any) -> None:
     layer, expected, x = Linear(16, 8, recipe=recipe), Linear(16, 8, recipe=recipe), torch.randn(16)
     torch.nn.utils.parametrizations.weight_norm(layer)
@@ -126,6 +149,7 @@ def test_a_block_is_of_its_thread_and_says_what_it_did_not_do(recipe: Any) -> No
                 assert not isinstance(Linear(4, 4).weight, Float8Tensor)
         with pytest.raises(KeyError), quantized_model_init(recipe):
             raise KeyError
+    assert not isinstance(Linear(4, 4).weight, Float8Tensor)
     for enabled in (1, None, "yes"):
         with pytest.raises(OptionError, match=f"enabled is {enabled!r}"):
             quantized_model_init(recipe, enabled=enabled).__enter__()  # type: ignore[arg-type]
@@ -167,6 +191,15 @@ def test_an_existing_model_is_given_quantized_weights(recipe: Any) -> None:
     assert net.inner.weight.grad.shape == (16, 16)
     weight = net.inner.weight
     assert ottava.convert(net, recipe, primary=True).inner.weight is weight
+
+
+def test_initial_values_are_those_of_the_conversion(recipe: Any) -> None:
+    plain = torch.nn.Linear(4, 4)
+    before, values = plain.weight, plain.weight.detach().clone()
+    layer: Any = ottava.convert(plain, recipe, primary=True, keep_initial_values=True)
+    with torch.no_grad():
+        before.zero_()
+    assert torch.equal(layer.weight.get_high_precision_init_val(), values)
 
 
 class Turned(torch.nn.Module):

@@ -62,6 +62,10 @@ BROKEN = [
     (hook("return 3"), "'int' object is not iterable"),
     (hook("return [{'name': 'x'}]"), "type dict"),
     (hook("return [FactorySpec(name='x', summary='s', factory='a:B')]"), "type FactorySpec"),
+    (
+        hook("class Own(RecipeSpec): ...\n    return [Own(name='x', summary='s', factory='a:B')]"),
+        "type Own",
+    ),
     (hook("raise ValueError('boom')"), "ValueError: boom"),
     (hook("yield " + SPEC.format("") + "\n    raise ValueError('boom')"), "boom"),
     (hook("return [" + SPEC.format(", formats=None") + "]"), "formats None of recipe 'x'"),
@@ -206,6 +210,17 @@ def test_a_factory_that_fails_is_told_with_its_package_and_the_cause(
         "type float",
         "an object of type ABCMeta",
     )
+
+
+def test_a_word_of_backward_is_set_on_a_copy_unless_the_factory_takes_it(site: Path) -> None:
+    source = "one = Thing()\ndef build(): return one\ndef taking(**options): return Thing()\n"
+    offer(site, "acme_impl:build", source)
+    plugin(site, "other-fp8", "other_plugin", offers("taking", factory="acme_impl:taking"))
+    found = [ottava.get_recipe(name, backward="dequantized") for name in ("mine", "taking")]
+    assert [recipe.backward for recipe in found] == ["dequantized", "quantized"]
+    assert ottava.get_recipe("mine").backward == "quantized"
+    with pytest.raises(OptionError, match="backward is 'no word'"):
+        ottava.get_recipe("mine", backward="no word")
 
 
 @pytest.mark.parametrize(
