@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ottava
 from ottava.distributed import gather_quantized
@@ -222,11 +222,17 @@ def test_weights(mesh: DeviceMesh) -> None:
 
 
 @on_ranks(2)
-def test_dtypes_of_a_policy(mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy(torch.float16 if mesh.get_rank() else torch.float32)
-    net = shard(make("current", GATHERED), mesh, mp_policy=policy)
-    with pytest.raises(UsageError, match=r"torch\.float16"):
-        step(net)
+def test_options_of_fully_shard(mesh: DeviceMesh) -> None:
+    rank = mesh.get_rank()
+    policy = MixedPrecisionPolicy(torch.float16 if rank else torch.float32)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"mp_policy": policy}, r"torch\.float16"),
+        ({"reshard_after_forward": rank == 1}, "resharded=True"),
+    ]
+    for options, words in cases:
+        net = shard(make("current", GATHERED), mesh, **options)
+        with pytest.raises(UsageError, match=words):
+            step(net)
 
 
 @on_ranks(2)
@@ -238,3 +244,14 @@ def test_agreeing_weights_are_compared_once(mesh: DeviceMesh) -> None:
             with Collectives() as collectives:
                 step(net)
             assert collectives.gathered.count(32) == expected, groups
+
+
+@on_ranks(2)
+def test_weights_that_other_ranks_gather_may_differ(mesh: DeviceMesh) -> None:
+    """As experts do, of which each rank has its own."""
+    net = make("current", GATHERED)
+    if mesh.get_rank() == 1:
+        net.second.bind("mxfp8")
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))
+    fully_shard(net.second, mesh=meshes["alone"])
+    step(shard(net, meshes["all"], "root"))

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ottava
 from ottava.distributed import HighPrecisionWeight, gather_quantized, quantize_master_weights
@@ -174,3 +174,15 @@ def test_a_replicated_weight_is_written_on_every_rank(mesh: DeviceMesh) -> None:
     weight = distribute_tensor(ones, mesh, [Replicate()], src_data_rank=None)
     quantize_master_weights([weight], [torch.full((4, 64), 3.0)], None)
     assert_same(weight.to_local().dequantize(), torch.full((4, 64), 3.0))
+
+
+@on_ranks(2)
+def test_weights_that_are_sharded_over_two_groups_are_refused(mesh: DeviceMesh) -> None:
+    ones = Float8CurrentScalingQuantizer(torch.float8_e4m3fn).quantize(torch.ones(4, 64))
+    both, places = init_device_mesh("cpu", (1, 2)), [Replicate(), Shard(0)]
+    weights = [
+        distribute_tensor(ones, both, order, src_data_rank=None) for order in (places, places[::-1])
+    ]
+    masters = [torch.full(weight.to_local().shape, 3.0) for weight in weights]
+    with pytest.raises(OptionError, match="sharded over 2 groups"):
+        quantize_master_weights(weights, masters, None)

@@ -37,6 +37,8 @@ def test_new_data_is_taken_over(model: Any) -> None:
     with pytest.raises(DTypeError):
         model[0].weight.data = 3
     assert_same(model[0].weight * 1, values)
+    model[0].weight.data = values.bfloat16()
+    assert model[0].weight.dtype is torch.bfloat16
 
 
 def test_operators_keep_the_class_or_give_plain_values(model: Any) -> None:

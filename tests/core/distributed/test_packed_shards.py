@@ -190,6 +190,13 @@ def test_a_shard_cuts_no_block_no_group_and_no_byte_of_columns() -> None:
     assert rule_of(spanning).rows_of_blocks(spanning) == 2
 
 
+def test_a_shard_that_ends_inside_of_a_block_is_refused() -> None:
+    quantizer = GridQuantizer(Layout(torch.float8_e4m3fn, (8, 8)))
+    weight, target = (quantizer(torch.zeros(rows, 16)) for rows in (16, 12))
+    with pytest.raises(ShapeError, match="rows 0 to 12 of 16, which cut the blocks"):
+        quantize_master_weights([weight], [torch.ones(12 * 16)], [0], None, [target])
+
+
 def test_rows_that_are_whole_groups_of_a_rotation_share_its_bytes() -> None:
     """Quantized again they would have other columns than the whole, as shards of FSDP2 had."""
     quantizer = GridQuantizer(LAYOUTS["rotated rows"])

@@ -164,10 +164,10 @@ def test_operands_of_any_form_mix(quantizer: Any) -> None:
     with scaled_products(), torch.autocast("cpu", BF16):
         for kind in PRODUCTS:
             plain, other = (torch.randn(shape) for shape in SHAPES[kind](4, 5, 6))
-            a, b = own(plain), quantizer(other)
-            check(gemm(a, b, kind, out_dtype=F32), a, b, kind)
+            for a, b in ((quantizer(plain), own(other)), (own(plain), quantizer(other))):
+                check(gemm(a, b, kind, out_dtype=F32), a, b, kind)
             check(gemm(plain, b, kind, out_dtype=F32), plain, b, kind)
-        assert kinds == list(PRODUCTS)
+        assert kinds == [kind for kind in PRODUCTS for _ in range(2)]
         a, b = pair("fprop", (4, 5, 6))
         twice = Doubled(data=a._data, fp8_scale_inv=a._scale_inv, fp8_dtype=E4M3, dtype=BF16)
         check(gemm(twice, b, out_dtype=F32) / 2, a, b, "fprop")
