@@ -218,6 +218,7 @@ def test_a_feature_that_fails_after_a_step(begin: Callable[..., None]) -> None:
     for end in (debug_api.step, debug_api.end_debug):
         with pytest.raises(PluginError, match=words):
             end()
+    assert debug_api.DEBUG_MANAGER is None
     assert ottava.nn.function.inspector is None
 
 
