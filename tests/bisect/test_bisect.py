@@ -57,6 +57,10 @@ def test_the_recipe_file_fixes_the_step(path: Path, tmp_path: Path) -> None:
     assert again.before == report.verified
     assert again.replays <= 4
     assert "Nothing to find" in again.sentence()
+    # The file has the layers' own names, where these were given inside another model.
+    inner = converted(outlier(Stack()), "current")
+    outer = captured(torch.nn.Sequential(inner), tmp_path / "outer", None)
+    assert "match: layers.2\n" in bisect(outer, torch.nn.Sequential(inner)).recipe_file
     # Another recipe loses one row of the weight.
     other = bisect(path, Stack, recipe="rowwise")
     assert other.before < 0.5 * report.before

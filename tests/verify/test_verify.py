@@ -184,6 +184,9 @@ def test_quantizers_are_functions() -> None:
     (finding,) = verify_function(given, "delayed", inputs=inputs).findings
     assert finding.status == "not compared"
     assert "has a scale of its own" in finding.errors["x"]
+    # A function may use its input up.
+    quantizer = ottava.get_recipe("current").quantizer("input")
+    assert_contract(lambda x: (quantizer(x.clone()), x.zero_())[0], "current", inputs=inputs)
 
 
 @pytest.mark.parametrize(
@@ -487,6 +490,7 @@ def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "s", a__weight=SMALL)
     (finding,) = verify_checkpoint(quantized, source).findings
     assert finding.contract.startswith("delayed")
+    assert finding.status == "equal"
 
 
 def test_one_amax_of_several_tensors_is_recognized(tmp_path: Path) -> None:
