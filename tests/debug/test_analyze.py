@@ -232,6 +232,9 @@ def test_every_source_gives_the_same_report(tmp_path: Path) -> None:
     state = {f"{name}.weight": torch.randn(32, 64) for name in ("a", "b.c", "d")}
     expected = ottava_debug.analyze(state, recipes=["current"])
     assert (expected.source, expected.layers) == ("a state dict", ("a", "b.c", "d"))
+    # Of recipes that are named none is left out, though one repeats another.
+    names = ("current", "custom")
+    assert ottava_debug.analyze(state, recipes=names).recipes == names
     # Folders of several files need no index.
     several, by_torch = tmp_path / "several", tmp_path / "torch"
     for folder in (several, by_torch):

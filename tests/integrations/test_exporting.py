@@ -214,8 +214,10 @@ def test_models_and_folders_that_are_refused(tmp_path: Path) -> None:
     adapted.up.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(128, 4, bias=False)})
     with pytest.raises(UsageError, match=r"'up.lora_A.default.weight'(?s:.*)merge_and_unload"):
         iter_exported(adapted, "fp8")
-    with pytest.raises(UsageError, match="exists"):
-        export_model(model(), tmp_path, "fp8")
+    (tmp_path / "file").write_text("of a user")
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match="exists"):
+            export_model(model(), place, "fp8")
 
 
 #: A format, options, and parts of the configuration.
@@ -374,6 +376,11 @@ def test_companions_are_written_again(tmp_path: Path) -> None:
     # Another format has another scale of inputs.
     with pytest.raises(OptionError, match="input of 'up' is not known"):
         iter_exported(net, "modelopt-nvfp4", activations="group")
+    # A weight that is written to has another scale of the tensor.
+    with torch.no_grad():
+        net.up.weight.mul_(2)
+    written = dict(iter_exported(net, "nvfp4-pack-quantized"))
+    assert written["up.weight_global_scale"] < 0.6 * tensors["up.weight_global_scale"]
 
 
 @pytest.mark.parametrize("grain", ["channel", "tensor", "block"])
