@@ -168,7 +168,7 @@ def test_all_weights_that_a_format_cannot_hold_are_named(
 def test_a_format_may_hold_the_scales_of_one_dtype_alone() -> None:
     net = ottava.convert(model(), "rowwise", exclude="lm_head")
     net.up.float()
-    with pytest.raises(OptionError, match="'down': .* a scale is"):
+    with pytest.raises(OptionError, match=r"'down': .* a scale is"):
         iter_exported(net, "float-quantized")
 
 
@@ -478,6 +478,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.exit_code == 2, refused.output
         assert words in refused.output
     assert not (tmp_path / "d").exists()
-    for check in (ExportCheck("x", 2, {"up": 1}, ()), ExportCheck("x", 2, {}, ("norm.bias",))):
-        monkeypatch.setattr("ottava_integrations.checking.check_export", lambda *_, c=check, **__: c)
+    for different, others in (({"up": 1}, ()), ({}, ("norm.bias",))):
+        check = ExportCheck("x", 2, different, others)
+        name = "ottava_integrations.checking.check_export"
+        monkeypatch.setattr(name, lambda *_, check=check, **__: check)
         assert run(source, out, "--to", "fp8", "--verify", "--force").exit_code == 1

@@ -35,8 +35,9 @@ class capture:
             loss.backward()
         optimizer.step()
 
-    The step may call the model several times. Its arguments, and the operands of its layers'
-    products, are copied to the CPU, which needs memory for all of them until the end of the block.
+    The step may call the model several times. Calls without gradients are no part of it. Its
+    arguments, and the operands of its layers' products, are copied to the CPU, which needs memory
+    for all of them until the end of the block.
     The block must not be inside an :class:`ottava.autocast` block, but may contain one. The
     optimizer's step comes after the block. A step that raises an exception is written, too, up to
     the exception.
