@@ -49,7 +49,7 @@ class Model(torch.nn.Module):
         self.register_buffer("hidden", torch.full((WIDTH,), 2.0), persistent=False)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        x = self.dropout(self.norm(self.first(x))) * random.random() * scale
+        x = self.dropout(self.norm(self.first(x))) * random.gauss(1.0, 0.2) * scale
         return self.last(torch.relu(self.twice(torch.relu(self.twice(x)) * self.hidden)))
 
 

@@ -18,7 +18,18 @@ from ottava_bisect import Bundle, bisect, capture
 from ottava_bisect.search.loading import fitting_state
 from ottava_bisect.search.operands import Comparison, Operand
 from ottava_bisect.search.report import reason
-from tests.bisect.steps import Stack, blamed, captured, data, outlier, step_of
+from tests.bisect.steps import (
+    WIDTH,
+    Halved,
+    Stack,
+    blamed,
+    broken,
+    captured,
+    converted,
+    data,
+    outlier,
+    step_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WEIGHTS = {("layers.2", gemm, "weight") for gemm in ("fprop", "dgrad")}
@@ -27,7 +38,8 @@ WEIGHTS = {("layers.2", gemm, "weight") for gemm in ("fprop", "dgrad")}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step with an outlier in the third layer."""
-    return captured(outlier(Stack()), tmp_path_factory.mktemp("bisect") / "step.safetensors")
+    path = tmp_path_factory.mktemp("bisect") / "step.safetensors"
+    return captured(outlier(Stack()), path, scale=1024.0)
 
 
 def test_the_recipe_file_fixes_the_step(path: Path, tmp_path: Path) -> None:
@@ -45,6 +57,10 @@ def test_the_recipe_file_fixes_the_step(path: Path, tmp_path: Path) -> None:
     assert again.before == report.verified
     assert again.replays <= 4
     assert "Nothing to find" in again.sentence()
+    # The file has the layers' own names, where these were given inside another model.
+    inner = converted(outlier(Stack()), "current")
+    outer = captured(torch.nn.Sequential(inner), tmp_path / "outer", None)
+    assert "match: layers.2\n" in bisect(outer, torch.nn.Sequential(inner)).recipe_file
     # Another recipe loses one row of the weight.
     other = bisect(path, Stack, recipe="rowwise")
     assert other.before < 0.5 * report.before
@@ -59,6 +75,14 @@ def test_measures(measure: str, path: Path) -> None:
     assert f"The {measure} is" in report.sentence()
     if measure == "loss":
         assert {finding.gemm for finding in report.findings} == {"fprop"}
+
+
+def test_a_norm_of_half_is_as_far_as_one_of_twice(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False))
+    model = converted(model, broken((Halved, "grad_output", "", "")))
+    path = captured(model, tmp_path / "step", None)
+    report = bisect(path, model, measure="grad-norm")
+    assert report.before == pytest.approx(1.0, abs=0.05)
 
 
 def test_without_the_model(path: Path) -> None:

@@ -58,7 +58,9 @@ def test_the_file_says_what_the_step_is(path: Path) -> None:
         output = model(x, scale=0.5)
         step.loss = torch.nn.functional.mse_loss(output, y)
         step.loss.backward()
+        x.zero_()
     read = Bundle.read(path)
+    assert torch.equal(read.operands["0.activation"], data()[0])
     # The step itself has moved the state on.
     assert not torch.equal(before["norm.running_mean"], model.norm.running_mean)
     assert all(torch.equal(read.state[name], value) for name, value in before.items())
@@ -113,7 +115,11 @@ def test_recomputed_activations_are_recorded_once(reentrant: bool, path: Path) -
     for make in (Plain, Recomputing):
         model, (x, y) = converted(make(), "current"), data()
         with capture(model, path):
-            step_of(model, x.requires_grad_(), y)
+            loss = torch.nn.functional.mse_loss(model(x.requires_grad_()), y)
+            # A call without gradients in between changes nothing.
+            with torch.no_grad():
+                model(x)
+            loss.backward()
         found.append(Bundle.read(path))
     plain, recomputed = found
     assert recomputed.calls == plain.calls
@@ -188,6 +194,12 @@ def test_errors_of_the_step(path: Path) -> None:
     assert not model._forward_pre_hooks
     assert ottava.nn.function.inspector is None
     assert Bundle.read(path).events == ["forward 0", "backward 0"]
+    # After Ctrl-C nothing is written.
+    path.unlink()
+    with pytest.raises(KeyboardInterrupt), capture(model, path):
+        step_of(model, x, y)
+        raise KeyboardInterrupt
+    assert not path.exists()
     # Gradients of before are not measured.
     with capture(model, path) as step:
         step_of(model, x, y)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ottava.errors import UsageError
-from ottava_bisect import bisect, capture
+from ottava_bisect import Bundle, bisect, capture
 from ottava_demo.model import GPT, Size
 from tests.bisect.steps import (
     Halved,
@@ -263,6 +263,8 @@ def test_a_quantizer_that_raises_is_a_finding(
     assert all(f.reason == words for f in report.findings)
     assert report.solved
     assert report.before == math.inf
+    # What was compared before a quantizer raised is not counted again.
+    assert report.operands["quantized"] == sum(len(c.digests) for c in Bundle.read(path).calls)
     assert json.dumps(report.as_json())
     with pytest.raises(
         UsageError, match=r"'layers\.1' cannot be computed: ArithmeticError: this q"

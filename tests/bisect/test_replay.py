@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from ottava.errors import CheckpointError, UsageError
 from ottava_bisect import Bundle, bisect, capture
 from ottava_bisect.search.operands import CapturedOperands
 from ottava_bisect.search.replay import Replay
-from tests.bisect.steps import Model, broken, captured, converted, data, step_of
+from tests.bisect.steps import Model, broken, captured, converted, data, seed, step_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPES = [name for name in recipes() if name != "custom"]
@@ -40,9 +40,9 @@ class WithLoss(Model):
 
 
 def captured_step(model: Any, path: Path, **options: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
-    """A step after two others, and the gradients that it leaves."""
-    for seed in range(2):
-        step_of(model, *data(seed))
+    """A step after another one, and the gradients that it leaves."""
+    seed(0)
+    step_of(model, *data(0))
     step = Bundle.read(captured(model, path, None, **options))
     named = model.named_parameters()
     return step, {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -73,13 +73,16 @@ def assert_replayed(step: Bundle, gradients: dict[str, torch.Tensor], replay: Re
         assert outcome.gradients.keys() >= gradients.keys()
         for name, value in gradients.items():
             assert torch.equal(outcome.gradients[name], value), name
+    assert all(p.grad is None for p in replay.model.parameters())
 
 
+INPUT, LABELS = data()
 # Recipe, model, options of convert, and options of the captured step.
 STEPS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     **{recipe: (recipe, Model, {}, {}) for recipe in RECIPES},
     "autocast": ("current", Model, {}, {"autocast": True}),
     "recomputed": ("current", Recomputing, {}, {}),
+    "gradient of the input": ("current", Model, {}, {"batch": (INPUT.requires_grad_(), LABELS)}),
     "quantized weights": ("current", Model, {"primary": True}, {}),
     "scaled loss": ("delayed", Model, {}, {"scale": 1024.0}),
     "loss of a third": ("delayed", Model, {}, {"scale": 1 / 3}),
@@ -91,6 +94,7 @@ def test_a_replay_is_the_step(case: str, path: Path) -> None:
     recipe, make, options, of_step = STEPS[case]
     step, gradients = captured_step(converted(make(), recipe, **options), path, **of_step)
     model = converted(make(), recipe, **options) if options else make()
+    seed(7)
     before, torch_before = random.getstate(), torch.get_rng_state()
     assert_replayed(step, gradients, Replay(step, model))
     bisect(step)
@@ -104,8 +108,15 @@ def test_a_model_that_returns_its_loss(path: Path) -> None:
         model(x, labels=y)["loss"].backward()
     read = Bundle.read(path)
     assert read.loss == step.loss.item()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    assert_replayed(read, gradients, Replay(read, WithLoss()))
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    # The captured model itself, with its gradients, is a model for the replays, too.
+    for other in (WithLoss(), model):
+        assert_replayed(read, gradients, Replay(read, other))
+
+
+class Outputs(NamedTuple):
+    first: torch.Tensor
+    rest: dict[str, torch.Tensor | None]
 
 
 class Chained(torch.nn.Module):
@@ -118,7 +129,7 @@ class Chained(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         first = self.a(x)
-        return first, {"b": self.b(torch.relu(first)), "none": None}
+        return Outputs(first, {"b": self.b(torch.relu(first)), "none": None})
 
 
 def of_both(outputs: Any, targets: Any = None) -> torch.Tensor:
@@ -141,6 +152,9 @@ def test_microbatches(path: Path) -> None:
     with capture(model, path, targets=[data(n)[1] for n in range(3)], loss="mse"):
         for n in range(3):
             step_of(model, *data(n), scale=1 / 3)
+        # A call without gradients is no part of the step.
+        with torch.no_grad():
+            model(data()[0])
     step = Bundle.read(path)
     replay = Replay(step, Model())
     assert replay.comparison.equal == replay.comparison.operands == 2 * len(step.calls)
@@ -149,9 +163,10 @@ def test_microbatches(path: Path) -> None:
         assert torch.equal(replay.first.gradients[name], p.grad)
 
 
-def test_modes_frozen_parameters_fused_accumulation_and_no_loss(path: Path) -> None:
+def test_modes_buffers_frozen_parameters_fused_accumulation_and_no_loss(path: Path) -> None:
     model = converted(Model(), "current")
     model.norm.eval()
+    model.hidden.fill_(3.0)
     model.twice.weight.requires_grad_(False)
     step, gradients = captured_step(model, path, loss=None)
     replay = Replay(step, Model())
@@ -170,7 +185,8 @@ def test_high_precision_is_that_of_torch(step: Bundle) -> None:
     exact = replay.run(())
     model = Model()
     model.load_state_dict(step.state)
-    random.setstate((3, tuple(step.tensors["random.python"].tolist()), None))
+    (next_normal,) = step.tensors["random.python.next"].tolist()
+    random.setstate((3, tuple(step.tensors["random.python"].tolist()), next_normal))
     torch.set_rng_state(step.tensors["random.cpu"])
     loss = F.mse_loss(model(data()[0]), data()[1])
     assert exact.loss == pytest.approx(loss.item(), rel=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ottava_custom import CustomRecipe
 from ottava_debug import Analysis
 from ottava_debug.analysis.measuring import Series
 from ottava_debug.analysis.page import page
-from ottava_debug.analysis.report import most_underflow
+from ottava_debug.analysis.report import Noise, most_underflow
 from ottava_debug.analysis.terminal import sentences
 from tests.debug.analyses import command, decoded, demo_checkpoint, noise_of, tensor_of
 from tests.debug.by_hand import exponents, losses
@@ -130,6 +131,9 @@ def test_all_reasons_of_a_layer_are_told() -> None:
     assert keeps == [("a", "; ".join(of_a)), ("b", of_b[0])]
     with pytest.raises(OptionError, match="not in the report"):
         report.complaints("mxfp8")
+    # What one direction does not tell is not known of both.
+    known = noise_of(30.0).rowwise
+    assert Noise(known, replace(known, saturation=None)).saturation is None
 
 
 GOOD, BETTER, BAD = noise_of(25.0), noise_of(30.0), noise_of(5.0)
@@ -228,6 +232,9 @@ def test_every_source_gives_the_same_report(tmp_path: Path) -> None:
     state = {f"{name}.weight": torch.randn(32, 64) for name in ("a", "b.c", "d")}
     expected = ottava_debug.analyze(state, recipes=["current"])
     assert (expected.source, expected.layers) == ("a state dict", ("a", "b.c", "d"))
+    # Of recipes that are named none is left out, though one repeats another.
+    names = ("current", "custom")
+    assert ottava_debug.analyze(state, recipes=names).recipes == names
     # Folders of several files need no index.
     several, by_torch = tmp_path / "several", tmp_path / "torch"
     for folder in (several, by_torch):

@@ -245,4 +245,5 @@ def test_only_what_products_read_quantized_is_measured(word: str) -> None:
         else:
             rows = losses(values, decoded("mxfp8", role, values, columnwise=False))["sqnr"]
             assert noise["rows"].sqnr == pytest.approx(rows, abs=0.02)
+        assert noise["rows"].columnwise is None
         assert noise["both"].sqnr < math.inf

@@ -72,7 +72,10 @@ def test_a_file_of_another_kind_is_replaced_by_force_alone(option: str) -> None:
         assert f"{option} is {name}, which is read" in refused(option, name, "--force")
         os.remove(name)
     Path("own.yaml").write_text("default: current\n")
-    assert "which is read" in refused("--recipe", "own.yaml", option, "own.yaml", "--force")
+    read = ("--recipe", "own.yaml", option, "own.yaml", "--force")
+    assert "which is read" in refused(*read)
+    if option != "--recipe-file":
+        assert "which is read" in refused("--served", "x", "--model", "x:y", "--data", "x", *read)
 
 
 def test_two_outputs_in_one_file_are_refused() -> None:

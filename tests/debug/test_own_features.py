@@ -101,6 +101,8 @@ class Fails:
             return torch.zeros(3)
         if config["how"] == "text":
             return "text"
+        if config["how"] == "device":
+            return given["tensor"].to("meta")
         raise AttributeError("no such thing")
 """
 
@@ -135,6 +137,10 @@ def test_a_feature_changes_tensors(begin: Callable[..., None]) -> None:
     found = passes(layer, x, dy)
     assert_results(found, expected | {"output": expected["output"] * 0.5})
     assert calls_of("Times") == [("layer", "fprop", "output", 0, True)]
+    asked = {"gemm": "fprop", "tensor_name": "output", "iteration": 0}
+    assert debug_api.ottava.modify_tensor_enabled("layer", **asked) == (True, 1)
+    # A section enables the feature in its own namespace alone.
+    assert not debug_api.transformer_engine.modify_tensor_enabled("layer", **asked)
     # A feature may change its tensor in place; the parameter stays as it is.
     begin("Times", "tensor: weight, by: 0.5")
     weight = layer.weight.detach().clone()
@@ -176,6 +182,7 @@ def test_a_feature_looks_at_tensors(begin: Callable[..., None]) -> None:
         ("exit", "SystemExit: 3"),
         ("shape", r"it returned \(3,\) of torch.float32. Expected: a tensor \("),
         ("text", "it returned a str"),
+        ("device", r"Expected: a tensor \(.* on cpu"),
     ],
 )
 def test_a_feature_that_fails_is_switched_off_for_its_layer(
@@ -218,6 +225,7 @@ def test_a_feature_that_fails_after_a_step(begin: Callable[..., None]) -> None:
     for end in (debug_api.step, debug_api.end_debug):
         with pytest.raises(PluginError, match=words):
             end()
+    assert debug_api.DEBUG_MANAGER is None
     assert ottava.nn.function.inspector is None
 
 

@@ -87,12 +87,15 @@ def test_a_name_is_taken_character_by_character(tmp_path: Path, name: str) -> No
 
 
 def test_a_module_inside_a_kept_one_may_be_kept_too(tmp_path: Path) -> None:
-    roles = {"": "input", "a": "weight", "a.b": None, "a.b.c": None}
+    roles = {"a": "weight", "a.b": None, "a.b.c": None}
     keeps = [Keep(name, "x", role=role) for name, role in roles.items()]
+    # The model itself contains all of them.
+    keeps.insert(0, Keep("", "x", role="input", direction="rowwise"))
+    rows = {"input": ("identity", "current E4M3")}
     recipe = write_recipe_file(tmp_path / "kept.yml", keeps)
     assert served(recipe, "a.b.c") == served(recipe, "a.b") == KEPT
-    assert served(recipe, "a.c") == CURRENT | {"weight": IDENTITY, "input": IDENTITY}
-    assert served(recipe, "d") == CURRENT | {"input": IDENTITY}
+    assert served(recipe, "a.c") == CURRENT | {"weight": IDENTITY} | rows
+    assert served(recipe, "d") == CURRENT | rows
 
 
 def test_options_and_files_serve_the_rest(tmp_path: Path) -> None:

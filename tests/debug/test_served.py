@@ -32,6 +32,7 @@ def test_training_what_is_served_differs_in_nothing(tmp_path: Path) -> None:
     trainer = ottava.convert(model(), ServedRecipe("fp8"), exclude="lm_head")
     export_model(trainer, tmp_path / "out", "fp8")
     comparison = compare_served(trainer, tmp_path / "out", batches())
+    assert trainer.training
     assert [layer.name for layer in comparison.layers] == ["up", "down", "lm_head"]
     for layer in comparison.layers:
         assert layer.between == layer.accumulated == math.inf

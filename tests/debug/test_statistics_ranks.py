@@ -92,7 +92,7 @@ def test_from_python(mesh: DeviceMesh) -> None:
     for reduce, ranks in ((True, [0, 1]), (mesh.get_group(), [0, 1]), (False, [rank])):
         if reduce is False and rank:
             continue
-        options = {"tensors": "activation", "reduce": reduce}
+        options = {"tensors": "activation", "reduce": reduce, "freq": 2}
         with tempfile.TemporaryDirectory() as folder:
             with ottava_debug.statistics(layer, VALUES, log_dir=folder, **options) as run:
                 layer(share(rank))

@@ -37,10 +37,13 @@ class Looks(Inspection):
 
 
 class Plain(Inspection):
-    """No product takes a quantized operand."""
+    """No product takes a quantized operand, or not these."""
+
+    def __init__(self, *pairs: tuple[str, str]) -> None:
+        self.pairs = pairs or OPERANDS
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        return False
+        return (gemm, tensor) not in self.pairs
 
 
 class Doubles(Inspection):
@@ -175,6 +178,20 @@ def test_a_modified_tensor_is_the_one_that_is_multiplied() -> None:
         for name, values in expected.items():
             factor = 2 if name == TENSORS[gemm][2] else 1
             torch.testing.assert_close(found[name], factor * values, rtol=1e-5, atol=1e-5)
+    # The second one gets what the first one made.
+    with Watch(lambda layer: Doubles(EVERY[0])), Watch(lambda layer: Doubles(EVERY[0])):
+        found = passes(layer, x, dy)
+    torch.testing.assert_close(found["output"], 4 * expected["output"], rtol=1e-5, atol=1e-5)
+
+
+def test_an_operand_in_high_precision_meets_the_values_of_a_rotated_one() -> None:
+    x, dy = inputs()
+    layer, expected = layer_of("nvfp4"), passes(layer_of(None), x, dy)
+    for gemm, tensor in OPERANDS:
+        with Watch(lambda layer, pair=(gemm, tensor): Plain(pair)):
+            found = passes(layer, x, dy)
+        for name, values in expected.items():
+            assert (found[name] - values).norm() < 0.3 * values.norm(), (gemm, tensor, name)
 
 
 def test_modified_operands_are_not_recorded_by_a_recipe_with_state() -> None:

@@ -154,6 +154,9 @@ def test_columns_come_for_the_asking(tmp_path: Path) -> None:
     same_files(tmp_path / "x", tmp_path / "rows")
     done(tmp_path / "both", tmp_path / "x", "--recipe", "mxfp8", "--columnwise")
     same_files(tmp_path / "x", tmp_path / "both")
+    # Rows alone get the columns of their values.
+    done(tmp_path / "rows", tmp_path / "x", "--recipe", "mxfp8", "--columnwise")
+    assert plain(tmp_path / "x").keys() == both.keys()
 
 
 # -- scaling state, ties, high precision --

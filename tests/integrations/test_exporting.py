@@ -2,7 +2,9 @@
 safetensors and the definition of each format."""
 
 import json
+import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import ottava_integrations.writing as writing
 from ottava.cli.main import app
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava_integrations import (
+    ExportCheck,
     ServedRecipe,
     check_export,
     export_model,
@@ -109,6 +112,7 @@ def test_which_weights_are_quantized() -> None:
     assert quantized(model()) == {"up", "down"}
     assert quantized(model(), include="up") == {"up"}
     assert quantized(model(), exclude="up") == {"down"}
+    assert quantized(model(), include=["up", "down"], exclude="up") == {"down"}
     converted = ottava.convert(model(), "blockwise", include="down")
     assert quantized(converted) == {"down"}
     # The weight of the head is the embedding's.
@@ -132,6 +136,12 @@ def test_the_recipe_of_a_layer_or_of_the_call_quantizes() -> None:
     )
     assert_same(by_layer, by_call)
     assert not torch.equal(by_layer, plain)
+    # A recipe with state begins with the scale of the weight.
+    whole = ottava.get_recipe("current", fp8_format="E4M3")
+    for recipe in (whole, "delayed"):
+        tensors = dict(iter_exported(model(), "fp8", recipe=recipe))
+        largest = model().up.weight.abs().max().float()
+        assert_same(tensors["up.weight_scale_inv"], (largest / 448).view(1, 1))
 
 
 #: A recipe that layers have, a format, and what of the error.
@@ -155,6 +165,13 @@ def test_all_weights_that_a_format_cannot_hold_are_named(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_format_may_hold_the_scales_of_one_dtype_alone() -> None:
+    net = ottava.convert(model(), "rowwise", exclude="lm_head")
+    net.up.float()
+    with pytest.raises(OptionError, match=r"'down': .* a scale is"):
+        iter_exported(net, "float-quantized")
+
+
 def test_only_one_scale_for_the_tensor_is_constant() -> None:
     for format, activations, expected in (
         ("float-quantized", "token", False),
@@ -165,8 +182,11 @@ def test_only_one_scale_for_the_tensor_is_constant() -> None:
         ("nvfp4-pack-quantized", "none", False),
     ):
         tensors = dict(iter_exported(model(), format, activations=activations, input_amaxes=AMAXES))
-        name = f"up.{scheme_of(format).names.input_scale}"
-        assert (name in tensors) == expected, format
+        scheme = scheme_of(format)
+        scale = tensors.get(f"up.{scheme.names.input_scale}")
+        assert (scale is not None) == expected, format
+        if scale is not None and scheme.scale_dtype is None:
+            assert (scale.dtype, scale.shape) == (torch.bfloat16, (1,))
 
 
 @pytest.mark.parametrize(
@@ -194,8 +214,10 @@ def test_models_and_folders_that_are_refused(tmp_path: Path) -> None:
     adapted.up.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(128, 4, bias=False)})
     with pytest.raises(UsageError, match=r"'up.lora_A.default.weight'(?s:.*)merge_and_unload"):
         iter_exported(adapted, "fp8")
-    with pytest.raises(UsageError, match="exists"):
-        export_model(model(), tmp_path, "fp8")
+    (tmp_path / "file").write_text("of a user")
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match="exists"):
+            export_model(model(), place, "fp8")
 
 
 #: A format, options, and parts of the configuration.
@@ -219,7 +241,9 @@ def test_the_configuration(
 ) -> None:
     net = model()
     net.lm_head = torch.nn.Linear(128, 16, bias=False).bfloat16()
-    export_model(net, tmp_path / "out", format, config={"model_type": "own"}, **options)
+    (tmp_path / "config.json").write_text("of the source")
+    options = options | {"files": [tmp_path / "config.json"], "config": {"model_type": "own"}}
+    export_model(net, tmp_path / "out", format, **options)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "own"
     found = config["quantization_config"]
@@ -242,11 +266,14 @@ def test_layers_with_other_scales_are_a_group(tmp_path: Path) -> None:
 
 
 def test_shards_their_index_and_contracts(tmp_path: Path) -> None:
-    report = export_model(model(), tmp_path / "out", "fp8", max_shard_size=36_000)
-    whole = export_model(model(), tmp_path / "whole", "fp8")
+    net = model()
+    # Parameters may share memory.
+    net.norm.bias.data = net.up.bias.data
+    report = export_model(net, tmp_path / "out", "fp8", max_shard_size=33_000)
+    whole = export_model(net, tmp_path / "whole", "fp8")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")]
+    assert files == [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
     assert index["metadata"]["total_size"] == report.nbytes == whole.nbytes
     one = load_file(tmp_path / "whole" / "model.safetensors")
     contracts: set[str] = set()
@@ -256,7 +283,10 @@ def test_shards_their_index_and_contracts(tmp_path: Path) -> None:
         for name, tensor in tensors.items():
             assert_same(tensor, one.pop(name))
         with safe_open(tmp_path / "out" / file, "pt") as opened:
-            contracts |= set(json.loads(opened.metadata().get("ottava.contracts", "{}")))
+            own = set(json.loads(opened.metadata().get("ottava.contracts", "{}")))
+        # A file has the contracts of its own layers.
+        assert own == {report.layers[n[:-7]].citation for n in tensors if n[:-7] in report.layers}
+        contracts |= own
     assert not one
     assert contracts == {layer.citation for layer in report.layers.values()}
     assert all(citation.startswith("ottava:blockwise/") for citation in contracts)
@@ -320,6 +350,10 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_former_one(
         export_model(model(), target, "fp8", activations="none", force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (target / "model.safetensors").read_bytes() == former
+    monkeypatch.undo()
+    export_model(model(), target, "naive-quantized", force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (target / "model.safetensors").read_bytes() != former
 
 
 def test_companions_are_written_again(tmp_path: Path) -> None:
@@ -339,6 +373,14 @@ def test_companions_are_written_again(tmp_path: Path) -> None:
     assert sorted(again) == sorted(tensors)
     for name, tensor in tensors.items():
         assert_same(again[name], tensor, note=name)
+    # Another format has another scale of inputs.
+    with pytest.raises(OptionError, match="input of 'up' is not known"):
+        iter_exported(net, "modelopt-nvfp4", activations="group")
+    # A weight that is written to has another scale of the tensor.
+    with torch.no_grad():
+        net.up.weight.mul_(2)
+    written = dict(iter_exported(net, "nvfp4-pack-quantized"))
+    assert written["up.weight_global_scale"] < 0.6 * tensors["up.weight_global_scale"]
 
 
 @pytest.mark.parametrize("grain", ["channel", "tensor", "block"])
@@ -371,6 +413,8 @@ def test_scales_of_others_become_those_that_the_file_holds(grain: str, tmp_path:
 def test_readers_find_the_values_of_modelopt(tmp_path: Path) -> None:
     for format in ("modelopt-fp8", "modelopt-nvfp4"):
         net = model()
+        # NaN is read as NaN.
+        net.norm.bias.data[1] = math.nan
         export_model(net, tmp_path / format, format, input_amaxes=amaxes_for(format))
         check = check_export(net, tmp_path / format)
         assert (check.reader, check.weights) == ("formula", 2)
@@ -383,7 +427,17 @@ def test_readers_find_the_values_of_modelopt(tmp_path: Path) -> None:
         assert check.others == ("norm.bias",)
 
 
-def test_the_command(tmp_path: Path) -> None:
+MODULE = f"""
+import torch
+from {__name__} import model
+
+def make():
+    float(torch.ones(1))
+    return model()
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = tmp_path / "model.safetensors", tmp_path / "out"
     net = model()
     net.lm_head = torch.nn.Linear(128, 16, bias=False).bfloat16()
@@ -397,7 +451,11 @@ def test_the_command(tmp_path: Path) -> None:
     # Without a model, names say what is linear, and what is an embedding or a head.
     packed = {name for name in load_file(out / "model.safetensors") if "packed" in name}
     assert packed == {"down.weight_packed", "up.weight_packed"}
-    by_model = run(source, tmp_path / "b", "--to", "fp8", "--model", f"{__name__}:model")
+    # A module of the current directory, whose model cannot be made on the meta device.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "of_an_export.py").write_text(MODULE)
+    by_model = run(source, tmp_path / "b", "--to", "fp8", "--model", "of_an_export:make")
     assert by_model.exit_code == 0, by_model.output
     amaxes = tmp_path / "amaxes.json"
     amaxes.write_text(json.dumps(AMAXES))
@@ -405,14 +463,23 @@ def test_the_command(tmp_path: Path) -> None:
     checked = run(source, tmp_path / "c", *options)
     assert checked.exit_code == 0, checked.output
     assert "formula decodes 2 of 2 weights to the same values" in checked.output
+    # What is read is compared with what the recipe of the export makes.
+    recipe = ("--recipe", "nvfp4", "--option", "four_over_six=weights", "--verify")
+    assert run(source, tmp_path / "e", "--to", "modelopt-nvfp4", *recipe).exit_code == 0
     for arguments, words in (
         ((source, out, "--to", "fp8"), "--force replaces it"),
         ((source, tmp_path / "d"), "neither --to nor --recipe"),
         ((source, tmp_path / "d", "--to", "gguf"), "format 'gguf'"),
         ((source, tmp_path / "d", "--recipe", "bf16", "--verify"), "--verify without --to"),
         ((source, tmp_path / "d", "--to", "modelopt-fp8"), "input_amaxes"),
+        ((source, tmp_path / "d", "--to", "fp8", "--option", "a=1"), "--option without --recipe"),
     ):
         refused = run(*arguments)
         assert refused.exit_code == 2, refused.output
         assert words in refused.output
     assert not (tmp_path / "d").exists()
+    for different, others in (({"up": 1}, ()), ({}, ("norm.bias",))):
+        check = ExportCheck("x", 2, different, others)
+        name = "ottava_integrations.checking.check_export"
+        monkeypatch.setattr(name, lambda *_, check=check, **__: check)
+        assert run(source, out, "--to", "fp8", "--verify", "--force").exit_code == 1

@@ -60,8 +60,10 @@ def test_layers_have_the_published_bytes(scheme: Scheme, meta: bool, tmp_path: P
     with torch.device("meta" if meta else "cpu"):
         net = Net().bfloat16()
     net.lm_head.weight = net.embed.weight
+    net.norm.requires_grad_(False)
     report = load_quantized(net, tmp_path / "a")
     assert set(report.layers) == {"up", "down"}
+    assert (net.norm.weight.requires_grad, net.up.bias.requires_grad) == (False, True)
     for name in ("up", "down"):
         layer = net.get_submodule(name)
         assert isinstance(layer, ottava.nn.Linear)

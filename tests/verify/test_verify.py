@@ -184,6 +184,9 @@ def test_quantizers_are_functions() -> None:
     (finding,) = verify_function(given, "delayed", inputs=inputs).findings
     assert finding.status == "not compared"
     assert "has a scale of its own" in finding.errors["x"]
+    # A function may use its input up.
+    quantizer = ottava.get_recipe("current").quantizer("input")
+    assert_contract(lambda x: (quantizer(x.clone()), x.zero_())[0], "current", inputs=inputs)
 
 
 @pytest.mark.parametrize(
@@ -260,17 +263,18 @@ def test_the_first_ten_and_the_kinds_are_told() -> None:
 
 
 def test_the_kinds_of_elements_and_the_error() -> None:
-    """With a scale of 1: a tie, what is beyond E4M3, zero, and another number."""
-    x = torch.tensor([[448.0, 17.0, 1000.0, 0.0, 5.0]])
+    """With a scale of 1: a tie, what is beyond E4M3, zero, another number, and what became NaN."""
+    x = torch.tensor([[448.0, 17.0, 1000.0, 0.0, 5.0, 6.0]])
     contract = resolve_contract("delayed").contract
     made = Interpretation(contract, "rowwise", x, scale=1.0)
-    data = made.parts["data"] ^ torch.tensor([[0, 1, 2, 0x80, 1]], dtype=torch.uint8)
+    data = made.parts["data"] ^ torch.tensor([[0, 1, 2, 0x80, 1, 0x33]], dtype=torch.uint8)
     stored = Stored.of(data, made.parts["scales"])
     case = Case("x", x, stored, scale=1.0)
     expected = resolve_contract(contract)
     found = finding("f", [case], match([case], [Explanation(expected)], most_turns=0), expected)
-    assert found.kinds == {"a tie": 1, "beyond the largest element": 1, "zero": 1, "other": 1}
+    assert found.kinds == {"a tie": 1, "beyond the largest element": 1, "zero": 1, "other": 2}
     values, wrong = ([448.0, 16.0, 448.0, 0.0, 5.0], [448.0, 18.0, 384.0, 0.0, 5.5])
+    # NaN has no error.
     squares = [sum((a - b) ** 2 for a, b in zip(values, wrong, strict=True)), math.hypot(*values)]
     assert found.error == pytest.approx(math.sqrt(squares[0]) / squares[1])
 
@@ -487,6 +491,7 @@ def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "s", a__weight=SMALL)
     (finding,) = verify_checkpoint(quantized, source).findings
     assert finding.contract.startswith("delayed")
+    assert finding.status == "equal"
 
 
 def test_one_amax_of_several_tensors_is_recognized(tmp_path: Path) -> None:
@@ -574,6 +579,13 @@ def test_two_checkpoints(tmp_path: Path) -> None:
     assert finding.error > 0
     missing = checkpoint(tmp_path / "missing", b__weight=data, b__weight_scale=scales)
     assert verify(other, missing).exit_status == 2
+    more = {"b__weight": data, "b__weight_scale": scales}
+    both = checkpoint(tmp_path / "both", a__weight=data, a__weight_scale=scales, **more)
+    assert verify(tmp_path / "trainer", both).exit_status == 1
+    # NaN is equal to NaN.
+    data.view(torch.uint8)[0, 0] = 0x7F
+    broken = checkpoint(tmp_path / "broken", a__weight=data, a__weight_scale=scales)
+    assert verify(broken, broken).exit_status == 0
 
 
 def test_equal_bytes_that_mean_something_else_depart(tmp_path: Path) -> None:
@@ -666,7 +678,8 @@ def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_pat
     assert "mxfp8(scale_rounding=floor)" in page
     assert not {"http:", "https:"} & set(re.findall(r"https?:", page))
     assert run("q.safetensors", "q.safetensors")[0] == 0
-    assert run("q.safetensors", "--source", "s.safetensors", "--json", "s.safetensors")[0] == 2
+    force = ("--json", "s.safetensors", "--force")
+    assert run("q.safetensors", "--source", "s.safetensors", *force)[0] == 2
 
 
 def test_the_command_takes_functions_and_contracts(
@@ -682,6 +695,13 @@ def test_the_command_takes_functions_and_contracts(
         assert code == 0, output
         assert "all bytes are those of" in output
         assert FLOOR.contract.hash in output
+    # Of a role and a usage that are not those by default.
+    (tmp_path / "roles.json").write_text(CliRunner().invoke(app, ["contract", "nvfp4"]).output)
+    for role in ("input", "weight"):
+        quantizer = ottava.get_recipe("nvfp4").quantizer(role)
+        for contract in ("roles.json", quantizer.contract.citation("nvfp4")):
+            options = {"role": role, "usage": "columnwise", "inputs": [Input("x", X.float())]}
+            assert_contract(quantizer.with_usage(False, True), contract, **options)
     code, output = run("my_kernels:FLOOR", "--contract", "mxfp8")
     assert code == 1
     assert "all bytes are explained: scales agree with `floor`" in output

@@ -171,6 +171,10 @@ def test_shapes_that_blocks_do_not_divide_are_refused() -> None:
             weight = quantized(scheme.exports_as.make(), values((128, 200)))
             with pytest.raises(ShapeError, match="columns in multiples of"):
                 published_tensors(weight, scheme, torch.bfloat16)
+        if scheme.format in ("fp8", "fp8-ue8m0") and scheme.grain == "block":
+            weight = quantized(scheme.exports_as.make(), values((130, 256)))
+            with pytest.raises(ShapeError, match="rows in multiples of 128"):
+                published_tensors(weight, scheme, torch.bfloat16)
 
 
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.names.level], ids=str)

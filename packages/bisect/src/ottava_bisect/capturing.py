@@ -21,7 +21,7 @@ from ottava_bisect.recipe_data import describe
 from ottava_bisect.recorder import Recorder
 from ottava_bisect.trees import ends, flatten, tensors_of
 from ottava_debug.losses import LOSSES, loss_in
-from ottava_debug.products import Watch
+from ottava_debug.products import Inspection, Watch
 
 
 class capture:
@@ -35,8 +35,9 @@ class capture:
             loss.backward()
         optimizer.step()
 
-    The step may call the model several times. Its arguments, and the operands of its layers'
-    products, are copied to the CPU, which needs memory for all of them until the end of the block.
+    The step may call the model several times. Calls without gradients are no part of it. Its
+    arguments, and the operands of its layers' products, are copied to the CPU, which needs memory
+    for all of them until the end of the block.
     The block must not be inside an :class:`ottava.autocast` block, but may contain one. The
     optimizer's step comes after the block. A step that raises an exception is written, too, up to
     the exception.
@@ -112,6 +113,7 @@ class capture:
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
         self._depth = 0
+        self._without_grad = False
         self.loss: Any = None
         self.grad_norm: float | None = None
         self.written = False
@@ -137,7 +139,7 @@ class capture:
             if isinstance(module, ottava.nn.Linear)
         }
         self._recorder = Recorder(names)
-        self._watch = Watch(self._recorder)
+        self._watch = Watch(self._inspection)
         self._hooks = [
             model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
             model.register_forward_hook(self._leave_model, always_call=True),
@@ -196,9 +198,16 @@ class capture:
 
     # -- in the block --
 
+    def _inspection(self, layer: Any) -> Inspection | None:
+        return None if self._without_grad else self._recorder(layer)
+
     def _enter_model(self, model: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled():
+        if self._depth > 1:
+            return
+        # A call without gradients, such as an evaluation, is no part of the step.
+        self._without_grad = not torch.is_grad_enabled()
+        if self._without_grad:
             return
         step, device = self._step, self._step.device
         if torch.is_autocast_enabled(device):
@@ -213,7 +222,10 @@ class capture:
 
     def _leave_model(self, model: Any, args: Any, output: Any) -> Any:
         self._depth -= 1
-        if self._depth or not torch.is_grad_enabled():
+        if self._depth:
+            return output
+        if self._without_grad:
+            self._without_grad = False
             return output
         output = ends(output)
         number = len(self._step.arguments) - 1

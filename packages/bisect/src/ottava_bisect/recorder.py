@@ -50,11 +50,13 @@ class Recorder:
         return Recording(self, name, layer)
 
     def find(self, name: str, layer: Any, recomputed: bool) -> Pass:
-        """The pass that begins, or that is recomputed."""
-        if recomputed:
-            return next(
-                p for p in reversed(self.passes) if p.name == name and "gradient" not in p.seen
-            )
+        """The pass that begins, or that is recomputed.
+
+        A pass that is recomputed of a call without gradients begins with that.
+        """
+        for each in reversed(self.passes) if recomputed else ():
+            if each.name == name and "gradient" not in each.seen:
+                return each
         self.passes.append(Pass(name, layer, sum(p.name == name for p in self.passes)))
         return self.passes[-1]
 

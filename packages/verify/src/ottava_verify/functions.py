@@ -168,7 +168,7 @@ def read(result: Any, usage: Usage) -> Stored:
 
 def _of_mapping(result: Mapping[str, Any]) -> Stored:
     data = [name for name in _DATA if name in result]
-    scales = [name for name in _SCALES if name in result and name not in data]
+    scales = [name for name in _SCALES if name in result]
     if not data or not scales:
         raise DTypeError(f"the function returned {sorted(result)}", expected=_EXPECTED)
     parts = _tensor(result[data[0]]), _tensor(result[scales[0]])
@@ -191,9 +191,7 @@ def _tensor(value: Any) -> Tensor:
     if array.dtype.kind not in "fiuV":
         raise DTypeError(f"the function returned a {type(value).__name__}", expected=_EXPECTED)
     if array.dtype.kind == "V" or array.dtype.name.startswith(("float8", "float4", "bfloat16")):
-        name = array.dtype.name.removesuffix("fn")
         if array.dtype.itemsize == 2:
             return torch.from_numpy(array.astype(np.float32))
-        bits = torch.from_numpy(array.view(np.uint8).copy())
-        return bits.view(torch.float8_e8m0fnu) if name.startswith("float8_e8m0") else bits
+        return torch.from_numpy(array.view(np.uint8).copy())
     return torch.from_numpy(array.copy())

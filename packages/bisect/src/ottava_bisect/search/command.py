@@ -81,7 +81,7 @@ def bisect(
         show_json(report.as_json())
     else:
         _show(report, recipe_file, html)
-    raise typer.Exit(0 if report.solved or model is None else 1)
+    raise typer.Exit(0 if report.solved else 1)
 
 
 def _show(report: Any, recipe_file: Path | None, html: Path | None) -> None:
