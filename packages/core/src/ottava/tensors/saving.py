@@ -54,7 +54,7 @@ class StorageSpec:
 
     def rebuild(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         """:meth:`build` around the tensors that were taken out, which need no second look."""
-        if self.whole is not None or not self.cls.declares_all:
+        if not self.cls.declares_all:
             return self.build(tensors)
         storage = object.__new__(self.cls)
         storage._hold(self.cls._arguments(tensors, self.static), self.quantizer)

@@ -352,7 +352,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         quantizer = self._quantizer if value._quantizer is None else value._quantizer
         self._hold(value.get_metadata(), quantizer)
-        self._whole = value._whole
         self._share_freshness(value)
 
     def detach(self) -> Self:
