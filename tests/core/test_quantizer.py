@@ -3,15 +3,17 @@ their own. The conformance kit has what holds for every recipe's quantizer."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 import ottava
-from ottava import Quantizer, kernels
+from ottava import GridQuantizer, Layout, Quantizer, kernels
 from ottava.errors import DTypeError, OptionError
 from ottava.formats import E4M3, E5M2, Format, fp8_format
+from ottava.tensors import Option
 from tests.comparing import assert_same
 
 
@@ -32,6 +34,34 @@ def test_attributes_compare_by_value_but_tensors_by_identity(quantizer: Any) -> 
         assert len({one, two}) == 2
         # Code that was compiled for one serves the other, whatever its state.
         assert one.is_alike(two)
+
+
+def test_a_pickle_has_no_group_of_processes() -> None:
+    quantizer = GridQuantizer(Layout(torch.float8_e4m3fn, (1, 32)))
+    quantizer.amax_reduction_group = "a group"
+    loaded = pickle.loads(pickle.dumps(quantizer))
+    assert loaded.amax_reduction_group is None
+    assert quantizer.is_alike(loaded)
+
+
+class Lines(GridQuantizer):
+    """A quantizer with an option that the layout refuses, and not the option itself."""
+
+    columns: Any = Option(lambda name, value: value)
+
+    def __init__(self) -> None:
+        self.columns = 32
+        super().__init__(self.make_layout())
+
+    def make_layout(self) -> Layout:
+        return Layout(torch.float8_e4m3fn, (1, self.columns))
+
+
+def test_an_option_that_is_refused_late_keeps_its_value() -> None:
+    lines = Lines()
+    with pytest.raises(OptionError, match="block"):
+        lines.columns = -1
+    assert lines == Lines()
 
 
 def test_several_tensors_are_quantized_in_one_call(quantizer: Quantizer) -> None:
@@ -69,7 +99,7 @@ def test_formats_by_their_names_and_dtypes() -> None:
     assert fp8_format(torch.float8_e5m2) is E5M2
     assert (Format.HYBRID.forward, Format.HYBRID.backward) == (E4M3, E5M2)
     assert (Format.E5M2.forward, Format.E4M3.backward) == (E5M2, E4M3)
-    for wrong in (torch.float32, "e4m3"):
+    for wrong in (torch.float32, "e4m3", []):
         with pytest.raises(DTypeError):
             fp8_format(wrong)  # type: ignore[arg-type]
 

@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from ottava import QuantizedTensor, prepare_for_saving, restore_from_saved
+from ottava import (
+    GridQuantizer,
+    Layout,
+    QuantizedTensor,
+    prepare_for_saving,
+    restore_from_saved,
+)
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
+from ottava.gemm import gemm
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import (
@@ -95,15 +102,54 @@ def test_aliases_see_each_others_writes(name: str) -> None:
                 assert_directions(other, expected)
 
 
+def adopted(part: Any) -> Any:
+    parameter = torch.nn.Parameter(QUANTIZERS["tensor"](torch.zeros(3, 4)), requires_grad=False)
+    parameter.data = part
+    return parameter
+
+
+def test_an_alias_of_a_part_refuses_another_scale_for_the_rest_too() -> None:
+    for what, alias_of in (ALIASES | {"adopted": adopted}).items():
+        whole = QUANTIZERS["tensor"](wide(64, 40))
+        before = inner(whole)
+        with told(what), pytest.raises(UsageError, match="would change the scale of the rest"):
+            alias_of(whole[32:]).copy_(torch.full((32, 40), 1e4))
+        assert_same(inner(whole), before)
+
+
+def test_a_write_to_a_saved_part_outdates_the_columns_of_the_whole() -> None:
+    """In inference mode, too, where tensors count no writes."""
+    make = GridQuantizer(Layout(torch.float8_e4m3fn, (None, None), columnwise="transposed"))
+    x, dy = wide(32, 64), wide(8, 64)
+    with torch.inference_mode():
+        whole = make.quantize(torch.cat([x, x / 2]))
+        gemm(dy, whole, "dgrad", out_dtype=torch.float32)
+        part, same_scale = restore_from_saved(*prepare_for_saving(whole[32:], whole[:32]))
+        part.copy_(same_scale)
+        expected = gemm(dy, make.quantize(torch.cat([x, x])), "dgrad", out_dtype=torch.float32)
+        assert_same(gemm(dy, whole, "dgrad", out_dtype=torch.float32), expected)
+
+
+def test_a_backward_pass_refuses_values_that_were_quantized_anew() -> None:
+    q = QUANTIZERS["mxfp8"](wide(33, 40))
+    product = torch.ones(33, 40, requires_grad=True) * q
+    q.quantize_(wide(33, 40, seed=1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 def test_a_deep_copy_keeps_what_a_parameter_has() -> None:
     parameter = torch.nn.Parameter(QUANTIZERS["mxfp8"](wide(33, 40)))
     parameter.grad = torch.ones(33, 40)
+    parameter._high_precision_init_val = wide(33, 40)
     pair = copy.deepcopy([parameter, parameter])
     assert pair[0] is pair[1]
     assert isinstance(pair[0], torch.nn.Parameter)
     assert pair[0].requires_grad
     assert torch.equal(pair[0].grad, parameter.grad)
     assert pair[0].grad is not parameter.grad
+    parameter.get_high_precision_init_val().zero_()
+    assert_same(pair[0].get_high_precision_init_val(), wide(33, 40))
     with pytest.raises(UsageError, match="leaf"):
         copy.deepcopy(QUANTIZERS["mxfp8"](torch.ones(2, requires_grad=True)))
 
@@ -311,6 +357,10 @@ def test_update_quantizer() -> None:
     q.update_quantizer(other)
     q.quantize_(x)
     assert_same(q.dequantize(), other(x).dequantize())
+    # New data for some of the usages keep the quantizer, whose usages are those of later tensors.
+    q.update_usage(columnwise_usage=False)
+    q.data = x
+    assert q._quantizer is other
     q.update_quantizer(None)
     for write in (lambda: q.quantize_(x), lambda: q.mul_(2), lambda: q.__setitem__(0, 1.0)):
         with pytest.raises(UsageError, match="update_quantizer"):

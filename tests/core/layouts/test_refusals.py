@@ -241,6 +241,7 @@ UPDATES: list[tuple[type[OttavaError], Callable[[Any], Any]]] = [
     (DeviceError, lambda q: q.quantize_(torch.zeros(40, 70, device="meta"))),
     (DTypeError, lambda q: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(1).int())),
     (ShapeError, lambda q: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(2))),
+    (DTypeError, lambda q: q.copy_from_storage(q.clone(), noop_flag=torch.ones(1).int())),
     (
         DeviceError,
         lambda q: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(1, device="meta")),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -126,6 +127,17 @@ def test_files_of_all_layouts(tmp_path: Path) -> None:
         with told(key):
             check_alike(loaded[key], value)
             assert loaded[key]._quantizer is None
+
+
+def test_safetensors_saves_values(tmp_path: Path) -> None:
+    state = {"w": QUANTIZERS["mxfp8"](wide(33, 70)), "plain": wide(3, 4)}
+    state["turned"] = quantizer("1x128", "columnwise")(wide(33, 70))
+    with pytest.warns(UserWarning, match="2 quantized tensors, 'w' first, are written in high"):
+        safetensors.torch.save_file(state, tmp_path / "x")
+    loaded = safetensors.torch.load_file(tmp_path / "x")
+    assert_same(loaded.pop("plain"), state.pop("plain"))
+    for name, value in state.items():
+        assert_same(loaded[name], value.dequantize())
 
 
 # -- models --

@@ -126,6 +126,7 @@ def test_other_ops_see_dequantized_values(name: str) -> None:
 IN_PLACE: list[Callable[[Any], Any]] = [
     lambda t: t.mul_(3.0),
     lambda t: t.add_(torch.ones(70, 40)),
+    lambda t: t.add_(t),
     lambda t: torch._foreach_mul_([t], 0.5),
     lambda t: torch.add(torch.ones(70, 40), 1.0, out=t),
     lambda t: t.fill_(3.0),

@@ -50,6 +50,7 @@ def test_it_is_read_like_a_plain_tensor() -> None:
     for view in (lambda t: t[1], lambda t: t.view(-1), lambda t: t.t()):
         assert type(view(part)) is DequantizedView
         assert_same(view(part).clone(), view(plain))
+    assert copy.deepcopy(part.detach().requires_grad_()).requires_grad
     assert repr(part).endswith("of=GridTensor)")
     assert f"{MX(torch.full((64, 64), 0.5))[0, 0]:.3f}" == "0.500"
     assert_same(part.dequantize(torch.float64), plain.double())
