@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ottava.errors import CheckpointError
 from ottava.filesystem import (
     Partial,
     open_text,
@@ -75,6 +76,26 @@ def test_leftovers_go_before_something_is_written(tmp_path: Path) -> None:
     with Partial(tmp_path / "[x]"):
         assert sum(entry.name.startswith(".[x]") for entry in tmp_path.iterdir()) == 2
     assert sorted(entry.name[:3] for entry in tmp_path.iterdir()) == [".[x", ".x-"]
+
+
+def test_a_file_that_is_closed_to_others_meanwhile_stays_closed(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("old")
+    with Partial(tmp_path / "x") as partial:
+        (partial.path / "file").write_text("new")
+        (tmp_path / "x").chmod(0o600)
+        partial.put_file("file")
+    assert (tmp_path / "x").read_text() == "new"
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_written_in_place_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for text, time in (("new", 1), ("longer", 0)):
+        path.write_text("old")
+        os.utime(path, ns=(0, 0))
+        with pytest.raises(CheckpointError, match="was replaced"), unreplaced(path):
+            path.write_text(text)
+            os.utime(path, ns=(time, time))
 
 
 def test_ctrl_c_while_a_replaced_file_is_read_stays_ctrl_c(tmp_path: Path) -> None:

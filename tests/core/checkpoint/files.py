@@ -33,7 +33,8 @@ def contents(value: Any) -> Any:
     if isinstance(value, QuantizedTensorStorage):
         return [contents(tensor) for tensor in value.inner_list()]
     if isinstance(value, torch.Tensor):
-        flat = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+        plain = value.detach().resolve_conj().resolve_neg()
+        flat = plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         return value.dtype, tuple(value.shape), flat.numpy().tobytes()
     if isinstance(value, dict):
         return {key: contents(entry) for key, entry in value.items()}

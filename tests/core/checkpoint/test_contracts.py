@@ -124,9 +124,28 @@ def reduced() -> torch.nn.Module:
     return made
 
 
-def test_what_is_unstated_and_a_reduction_over_ranks_are_no_differences(tmp_path: Path) -> None:
+class Given(GridQuantizer):
+    """A quantizer whose scale comes from outside."""
+
+    rule = "given"
+
+    @property
+    def contract(self) -> Contract:
+        return Contract.of_layout(self.layout).with_rule(self.rule)
+
+
+class Fitting(Given):
+    """The same, whose scale may be lowered."""
+
+    rule = "given-fitting"
+
+
+def test_differences_that_no_file_is_warned_of(tmp_path: Path) -> None:
+    """What is unstated, a reduction over ranks, and whether a scale from outside may be lowered."""
     silent = model(ROWS, kind=Silent)
-    for saved, into in ((model(ROWS), silent), (silent, model(ROWS)), (model(ROWS), reduced())):
+    given, fitting = (model(ROWS, kind=kind) for kind in (Given, Fitting))
+    pairs = [(model(ROWS), silent), (silent, model(ROWS)), (model(ROWS), reduced())]
+    for saved, into in (*pairs, (given, fitting)):
         for way in ways(tmp_path):
             with warnings.catch_warnings(action="error"):
                 way(saved, into)

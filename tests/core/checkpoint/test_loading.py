@@ -168,15 +168,23 @@ def by_a_quantizer(model: Any, state: Any) -> None:
     state["layer.weight"] = torch.randn(5, 7)
 
 
+def by_a_hook_after_a_state_for_later(model: Any, state: Any) -> None:
+    model.late = ottava.nn.Linear(3, 3)
+    state |= {f"late.{name}": value for name, value in model.late.state_dict().items()}
+    state["late.recipe_state.scales"] = torch.ones(3)
+    by_a_hook(ZeroDivisionError)(model, state)
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (by_a_hook(ZeroDivisionError), CheckpointError),
+        (by_a_hook_after_a_state_for_later, CheckpointError),
         (by_a_hook(KeyboardInterrupt), KeyboardInterrupt),
         (by_a_module, CheckpointError),
         (by_a_quantizer, CheckpointError),
     ],
-    ids=["hook", "interrupt", "module", "quantizer"],
+    ids=["hook", "state for later", "interrupt", "module", "quantizer"],
 )
 def test_a_module_that_refuses_undoes_everything(
     change: Any, error: type[BaseException], small: Any, tmp_path: Path

@@ -29,7 +29,7 @@ def in_two_files(folder: Path) -> Path:
     folder.mkdir()
     for file in {*WHERE.values()}:
         tensors = {name: value for name, value in STATE.items() if WHERE[name] == file}
-        safetensors.torch.save_file(tensors, folder / file)
+        safetensors.torch.save_file(tensors, folder / file, {"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": WHERE}))
     return folder
 
@@ -158,11 +158,13 @@ def test_a_sharded_checkpoint(small: Any, tmp_path: Path) -> None:
     )
     for file in sorted((tmp_path / "saved").iterdir()):
         raw = bytearray(file.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        file.write_bytes(raw)
-        with pytest.raises(CheckpointError, match=file.name):
-            read_state(tmp_path / "saved")
-        raw[len(raw) // 2] ^= 1
+        # In the description of the tensors, and in a tensor.
+        for place in (len(raw) // 2, -1):
+            raw[place] ^= 1
+            file.write_bytes(raw)
+            with pytest.raises(CheckpointError, match=file.name):
+                read_state(tmp_path / "saved")
+            raw[place] ^= 1
         file.write_bytes(raw)
 
 

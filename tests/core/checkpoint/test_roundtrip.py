@@ -151,6 +151,9 @@ def test_memory_that_is_shared_is_stored_once(state: Any, tmp_path: Path) -> Non
     tied = {"a": big, "b": big, "c": big.t(), "part": big[99:], "v": weight, "w": weight.detach()}
     tied |= {"conj": torch.randn(3, dtype=torch.complex64).conj(), "expanded": big[0].expand(2, -1)}
     tied |= {"none": big[:0], "scalar": torch.ones(()), "inner": big[1:3, 1:3]}
+    z = torch.randn(3, dtype=torch.complex64)
+    tied |= {"bits": big.view(torch.int32), "imag": z.imag, "negated": z.conj().imag}
+    tied |= {"z": z, "z conj": z.conj(), "one negated": z[1:2].conj().imag}
     checkpoint.save_file(tied, tmp_path / "x")
     stored = {*safetensors.torch.load_file(tmp_path / "x")}
     assert stored == {*tied, "v.data", "v.fp8_scale_inv"} - {"b", "v", "w"}

@@ -98,6 +98,11 @@ def test_two_replacements_of_one_checkpoint(
         assert len(names(path)) == 2
         assert names(tmp_path) == ["saved"]
         shutil.rmtree(path)
+    # The other one is first, and is not to be replaced.
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointError, match=r"saved exists.*overwrite=True"):
+        checkpoint.save_sharded({"a": torch.full((3,), 2.0)}, path)
+    assert value_of(path) == 1
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -366,9 +371,9 @@ def test_what_replaces_another_is_open_to_nobody_else(mode: int, tmp_path: Path)
     file, folder = tmp_path / "file", tmp_path / "folder"
     before = os.umask(0)
     try:
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o750)
         save_sharded(ONE, folder)
-        assert {stat.S_IMODE(entry.stat().st_mode) for entry in folder.iterdir()} == {0o600}
+        assert {stat.S_IMODE(entry.stat().st_mode) for entry in folder.iterdir()} == {0o640}
         checkpoint.save_file(ONE, file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o666
         for old in (file, *folder.iterdir()):
@@ -380,7 +385,7 @@ def test_what_replaces_another_is_open_to_nobody_else(mode: int, tmp_path: Path)
     assert mode in modes
     assert not any(found & ~(mode | stat.S_IRUSR | stat.S_IWUSR) for found in modes), modes
     assert {stat.S_IMODE(new.stat().st_mode) for new in (file, *folder.iterdir())} == {mode}
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
 
 
 # -- steps --
