@@ -19,6 +19,7 @@ from ottava.errors import (
     ShapeError,
 )
 from ottava.kernels import for_layers
+from ottava.kernels.levels import native_levels
 from tests.cases import told
 
 Cases = dict[str, tuple[type[OttavaError], Callable[[], Any]]]
@@ -127,6 +128,10 @@ KERNELS: Cases = {
     "updates without a history": (ShapeError, lambda: update(histories=[])),
     "a history of one dimension": (ShapeError, lambda: update(histories=[torch.ones(3)])),
     "a history without rows": (ShapeError, lambda: update(histories=[torch.ones(0, 3)])),
+    "histories of two lengths": (
+        ShapeError,
+        lambda: update([ONE.view(1)] * 2, [torch.ones(2, 1), torch.ones(4, 1)], [448.0] * 2),
+    ),
     "a history of other slots": (ShapeError, lambda: update(histories=[torch.ones(2, 4)])),
     "strided scales": (ShapeError, lambda: update(scales=[torch.ones(6)[::2]])),
     "wide scales": (DTypeError, lambda: update(scales=[torch.ones(3).double()])),
@@ -147,9 +152,48 @@ KERNELS: Cases = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_kernels() -> None:
+    # Layers ask the compiled module first, once a kernel has chosen it.
+    kernels.backend_for("cpu")
     for case, (error, call) in KERNELS.items():
         with told(case), pytest.raises(error):
             call()
+
+
+# -- the compiled module, whose memory these would leave --
+
+OUT_OF_RANGE = Layout(
+    "E2M1",
+    (1, 16),
+    E4M3,
+    columnwise="transposed",
+    second_level="tensor",
+    candidates=tuple(1.0 + i for i in range(9)),
+)
+SIDE = (3, 3, 4, 4, False, 0, 0)
+MODULE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a dtype": ("dtype code 3", lambda m: m.decode(0, 0, 0, 0, 0, 3, 1)),
+    "a size": ("negative: -1", lambda m: m.transpose(0, -1, 0, 0, 1)),
+    "threads": ("at least 1", lambda m: m.transpose(0, 0, 0, 0, 0)),
+    "a format": ("format code 2", lambda m: m.decode(0, 2, 0, 0, 0, 0, 1)),
+    "an element": ("code 2", lambda m: m.grid_cast(0, 0, 0, 0, 0, 1, 1, 2, False, 0, 1)),
+    "maxima": ("1 maxima for 0", lambda m: m.update_scales([(0, 0, 0)], 1, [1.0], False, 0)),
+    "amaxes": ("1 of 0 amaxes", lambda m: m.grid_multi_amax([], 0, 1, 1)),
+    "a shard": (
+        "not within", lambda m: m.grid_multi_amax(
+            [((0, 0, 5, 0), (2, 3, 2), (0, 0), (0, 0), True)], 0, 1, 1)),
+    "shared blocks": (
+        "whole blocks", lambda m: m.grid_quantize(
+            0, 0, 0, 0, 0, False, False, 0.0, 1.0, SIDE, None, 1)),
+    "candidates": ("too many", lambda m: m.LevelsPlan(native_levels(OUT_OF_RANGE))),
+    "an instruction set": ("'none' is not available", lambda m: m.set_isa("none")),
+}  # fmt: skip
+
+
+def test_the_compiled_module() -> None:
+    module = pytest.importorskip("ottava._cpu")
+    for case, (words, call) in MODULE.items():
+        with told(case), pytest.raises(ValueError, match=words):
+            call(module)
 
 
 # -- kernels on many shards --

@@ -15,7 +15,7 @@ from ottava import GridQuantizer, Layout, kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.gemm import LayerProduct, gemm, multiply
 from ottava.gemm import scratch as memory
-from ottava.kernels import products
+from ottava.kernels import products, reference
 from ottava.kernels.products import scaled_mm
 from tests.cases import told
 from tests.choosing import cpu_products, scaled_products
@@ -276,6 +276,19 @@ def test_a_plan_follows_layouts_settings_and_memory(name: str, cpu_library: Libr
     for _ in range(2):
         for each, (x, w) in zip(grown, pairs, strict=True):
             assert torch.equal(each(x, w), multiply(x, w, "fprop", F32))
+
+
+@each_layout
+def test_a_plan_follows_the_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    (x, w), product = layer_operands(name), LayerProduct("fprop", F32)
+    first = product(x, w)
+    monkeypatch.setattr(reference, "grid_decode", decoded)
+    with kernels.use_backend("reference"), pytest.raises(ZeroDivisionError):
+        product(x, w)
+    assert torch.equal(product(x, w), first)
 
 
 @each_layout

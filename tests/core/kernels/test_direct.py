@@ -184,8 +184,11 @@ def test_operators_are_well_formed(shape: tuple[int, ...]) -> None:
     torch.library.opcheck(ops.amax.default, (x,))
     torch.library.opcheck(ops.quantize.default, (x, E4M3, 0.0, False, True, bool(shape)))
     torch.library.opcheck(
-        ops.cast_amax.default, (x, scalar(2.0), scalar(0.5), None, E4M3, True, bool(shape))
+        ops.cast_amax.default,
+        (x, scalar(200.0), scalar(0.5), torch.tensor(7), E4M3, True, bool(shape)),
     )
+    slots = [torch.ones(1)], [torch.ones(2, 1)], [448.0], False, None
+    torch.library.opcheck(ops.update_scales.default, slots)
 
 
 FIRST = """

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, Layout] = {
     "int8-e8m0-16x16": Layout(INT8, (16, 16), E8M0, "floor", columnwise="same"),
     "3x5-in-squares": Layout(E4M3, (3, 5), shared=(15, 15), rounding="floor"),
     "1x1": Layout(E5M2, (1, 1), E8M0, "floor"),
-    "300x3": Layout(E4M3, (300, 3), columnwise="transposed"),
+    "300x3": Layout(E4M3, (300, 3), columnwise="transposed", finite_as="input"),
     "beyond": Layout(E4M3, (2**40, 2**40)),
     "1xbeyond": Layout(E4M3, (1, 2**40)),
     **{name: layout for name, layout in COMMON.items() if is_native(layout)},

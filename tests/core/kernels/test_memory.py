@@ -79,6 +79,13 @@ def test_any_strides(code_path: str) -> None:
             for views in zip(*map(samples.strided, case[0]), strict=True):
                 found = case[1](*(view for _, view in views))
                 assert_same(found, wanted, note=(what, x.dtype, views[0][0]))
+    layout = LEVELS["rows-rotated-128"]
+    data, scales, amax, *_ = kernels.grid_quantize_levels(samples.tiles(67, 75), layout)
+    found = [
+        kernels.grid_decode(data, scales, layout, BF16, amax=each)
+        for each in (amax, torch.stack([amax, -amax], 1)[:, 0])
+    ]
+    assert_same(*found)
     cube = samples.tiles(5, 17, 42)
     for view in (cube.permute(2, 0, 1), cube[1:, :, 1::3], cube[:, :0], cube[:1].expand(4, 17, 42)):
         case, *_ = of_layout(view.contiguous(), LAYOUTS["mxfp8"]).values()
@@ -115,3 +122,11 @@ def test_threads_and_sizes_beyond_the_caches(on_every_isa: Runs, name: str) -> N
                 assert_same(found, wanted, note=(what, threads))
 
     on_every_isa(run)
+
+
+def test_threads_begin_within_a_block_and_share_many_scales() -> None:
+    cases = of_layout(samples.tiles(139, 1024, dtype=BF16), LEVELS["24x16"])
+    cases |= of_layout(samples.tiles(70_001, 4, dtype=BF16), LAYOUTS["rows"])
+    for what, case in cases.items():
+        with running_on(3):
+            assert_same(case[1](*case[0]), expected(case), note=what)

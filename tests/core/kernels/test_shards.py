@@ -228,6 +228,7 @@ def test_elements_are_rounded_first(code_path: str, dtype: torch.dtype) -> None:
     ties = torch.tensor([17.0, 19.0, 21.0, -17.0, -27.0])
     shards = Shards()
     shards.add(ties * (1 + 2.0**-20), dtype, (1, 5), 0, Layout(E4M3, (None, None)))
+    assert_same(kernels.grid_multi_amax(*shards.arguments), shards.amaxes())
     (data,) = shards.data([torch.ones(1, 1)], False)
     out = torch.empty(5, dtype=torch.uint8)
     kernels.grid_multi_cast(*shards.arguments, [(torch.ones(1, 1), out)], [None])
