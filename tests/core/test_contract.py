@@ -277,6 +277,16 @@ def test_what_a_quantizer_cannot_say_is_unstated() -> None:
     assert Derived(ROWS).contract == NOTHING_STATED
 
 
+def test_a_contract_says_whose_amaxes_decide() -> None:
+    quantizer = GridQuantizer(ROWS)
+    alone = quantizer.contract
+    quantizer.amax_reduction_group = "a group"
+    differences = quantizer.contract.differences(alone)
+    assert differences == {
+        f"{usage}.amax.ranks": ("group", "this") for usage in ("rowwise", "columnwise")
+    }
+
+
 def test_a_contract_does_not_depend_on_the_usages() -> None:
     quantizer = GridQuantizer(ROWS, columnwise=False)
     assert quantizer.contract == GridQuantizer(ROWS, rowwise=False).contract

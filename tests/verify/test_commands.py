@@ -45,6 +45,8 @@ def test_contract_takes_roles_and_options() -> None:
 
 def test_contract_prints_the_schema() -> None:
     assert json.loads(run("contract", "--schema")) == schema()
+    (line,) = run("contract", "--schema", "--one-line").splitlines()
+    assert json.loads(line) == schema()
 
 
 def test_vectors_writes_the_file_and_prints_its_hash(tmp_path: Path) -> None:

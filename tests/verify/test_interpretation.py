@@ -268,6 +268,20 @@ def test_what_is_not_stated_is_refused(
         Interpretation(contract, "rowwise", torch.ones(1, 1), **options)
 
 
+@pytest.mark.parametrize("scale", [torch.float32, torch.float8_e8m0fnu], ids=str)
+def test_elements_follow_from_scales_that_are_taken(scale: torch.dtype) -> None:
+    """Those of other values, which make other elements of these."""
+    rounding = "nearest" if scale is torch.float32 else "up"
+    contract = Contract.of_layout(Layout(torch.float8_e4m3fn, (1, 32), scale, rounding))
+    x, others = wide(4, 64), wide(4, 64, seed=1)
+    made, source = (Interpretation(contract, "rowwise", values) for values in (x, others))
+    made.take_scales(source.stored)
+    assert_same(made.parts["scales"], source.parts["scales"])
+    product = x.unflatten(1, (2, 32)) * source.multiplier.unsqueeze(2)
+    expected = product.clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
+    assert_same(made.parts["data"], expected.view(torch.uint8))
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(OptionError, match=r"float64.*float32, bfloat16, float16"):
         quantize(Contract.of_layout(NVFP4), "rowwise", [[1.0]], dtype="float64")

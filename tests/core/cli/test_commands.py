@@ -26,6 +26,7 @@ from ottava.cli.output import (
     table,
 )
 from ottava.cli.recipes import DEMO_LAYERS
+from ottava.cli.references import resolve
 from ottava.errors import OptionError
 from ottava.kernels import products
 from tests.core import forking
@@ -349,6 +350,15 @@ def test_listing_recipes_imports_neither_torch_nor_the_recipe(plugins: Path) -> 
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines() == ["True", "['aaa_good']"], done.stderr
+
+
+def test_the_working_directory_is_searched_for_a_callable_alone() -> None:
+    before = list(sys.path)
+    assert resolve("--option", "json:dumps") is json.dumps
+    for wrong in ("json", "json:nonesuch", "nonesuch:dumps"):
+        with pytest.raises(OptionError, match=r"--option .* cannot be had"):
+            resolve("--option", wrong)
+    assert sys.path == before
 
 
 # -- texts --
