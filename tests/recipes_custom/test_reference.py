@@ -94,6 +94,13 @@ def test_it_is_built_from_its_parts(kind: Any) -> None:
         assert tensor.get_usages() == {"rowwise": "data" in parts, "columnwise": "data_t" in parts}
 
 
+def test_a_clone_in_another_format_of_memory_has_its_own_scale() -> None:
+    tensor = reference(E4M3)(torch.randn(4, 6))
+    values, clone = tensor.dequantize(), tensor.clone(memory_format=torch.contiguous_format)
+    clone.copy_(100 * values)
+    assert_same(tensor.dequantize(), values)
+
+
 def test_the_data_of_a_parameter_is_what_torch_means() -> None:
     tensor = reference(E4M3)(torch.randn(4, 6))
     assert tensor.data.dtype == E4M3

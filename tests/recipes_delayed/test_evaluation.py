@@ -129,8 +129,8 @@ def test_small_excesses_are_counted_without_a_warning() -> None:
         evaluated(net, 1.8 * X)
         # The scale had room for an earlier pass with larger inputs.
         evaluated(net, 0.9 * X)
-        net[0].recipe_state.scale[0] *= 1.5
-        evaluated(net, 0.68 * X)
+        net[0].recipe_state.scale[0] *= 3
+        evaluated(net, 0.34 * X)
     assert operands == []
 
 
@@ -196,6 +196,13 @@ def test_copies_count_from_zero() -> None:
                 other(X)
             evaluated(other)
         assert operands == WEIGHT
+
+
+def test_an_evaluation_has_the_scales_that_the_state_has_now() -> None:
+    net = trained()
+    evaluated(net)
+    net[0].recipe_state.scale = net[0].recipe_state.scale / 1000
+    assert_same(evaluated(net), evaluated(copy.deepcopy(net)))
 
 
 def test_evaluation_on_meta_counts_nothing() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ottava
 from ottava.collectives import all_gather, all_reduce_max
 from ottava.errors import OptionError, UsageError
-from ottava_delayed import DelayedScaling
+from ottava_delayed import DelayedScaling, Float8Quantizer
 from tests.comparing import assert_same
 from tests.ranks import Collectives, on_ranks
 
@@ -116,6 +116,14 @@ def test_a_function_has_the_amaxes_of_all_ranks(mesh: DeviceMesh) -> None:
         if step:
             scale = net.state_dict()["0.recipe_state.scale"][0]
             assert_same(scale, scale_after(range(step), [0]), note=step)
+
+
+@on_ranks(2)
+def test_the_shards_of_a_weight_fit_the_largest_of_all(mesh: DeviceMesh) -> None:
+    quantizer = Float8Quantizer(1.0, torch.zeros(1), torch.float8_e4m3fn)
+    quantizer.initialize(torch.ones(1))
+    shard_of = quantizer.for_shards(dist.group.WORLD)
+    assert shard_of(torch.tensor([2.0 + 5 * mesh.get_rank()]))._scale_inv == 7 / 448
 
 
 @on_ranks(2)
