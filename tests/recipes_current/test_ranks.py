@@ -34,4 +34,8 @@ def test_the_amax_is_that_of_the_group(mesh: DeviceMesh) -> None:
                     q = reduced.with_usage(*usages)(parts[rank])
                 assert tuple(q.get_usages().values()) == usages, note
                 first = 0 if group else 4 * rank
-                assert_same(q.dequantize(), plain(whole).dequantize()[first : first + 4], note=note)
+                expected = plain(whole).dequantize()[first : first + 4]
+                assert_same(q.dequantize(), expected, note=note)
+            shards = plain.for_shards(group)
+            assert_same(shards(parts[rank]).dequantize(), expected, note=note)
+            assert not plain.with_amax_reduction, note

@@ -115,6 +115,10 @@ def test_inputs_are_counted_and_warned_of_as_well() -> None:
     assert count(net, "0", "input") > 0
     net[0].recipe_state.reset()
     assert count(net, "0", "input") == 0
+    with clamped() as operands:
+        evaluated(net, 1e4 * X)
+    assert operands == ["input of layer '0'"]
+    assert count(net, "0", "input") > 0
 
 
 def test_small_excesses_are_counted_without_a_warning() -> None:
@@ -122,6 +126,7 @@ def test_small_excesses_are_counted_without_a_warning() -> None:
     with torch.no_grad():
         # As in one step of training; rounding changes values as much.
         net[2].weight.mul_(1.02)
+        net[0].weight.mul_(0.9)
     with clamped() as operands:
         evaluated(net)
         assert count(net) > 0
