@@ -275,6 +275,7 @@ def test_a_model_under_the_recipe_of_a_file(tmp_path: Path) -> None:
     assert (explained.columnwise, explained.place) == ("identity", "line 13")
     assert [rule.place for rule in recipe.rules()] == ["line 4", "line 6", "line 12"]
     for way in (
+        ottava.get_recipe("custom", backward=HIGH),
         CustomRecipe.from_file(path, backward=HIGH),
         ottava.get_recipe(path, backward=HIGH),
     ):

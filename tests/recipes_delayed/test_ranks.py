@@ -19,7 +19,6 @@ import ottava
 from ottava.collectives import all_gather, all_reduce_max
 from ottava.errors import OptionError, UsageError
 from ottava_delayed import DelayedScaling, Float8Quantizer
-from tests import oracle
 from tests.comparing import assert_same
 from tests.ranks import Collectives, on_ranks
 
@@ -123,10 +122,11 @@ def test_a_function_has_the_amaxes_of_all_ranks(mesh: DeviceMesh) -> None:
 def test_the_shards_of_a_weight_fit_the_largest_of_all(mesh: DeviceMesh) -> None:
     quantizer = Float8Quantizer(1.0, torch.zeros(1), torch.float8_e4m3fn)
     quantizer.initialize(torch.ones(1))
-    shard_of, value = quantizer.for_shards(dist.group.WORLD), 4.0 + 7 * mesh.get_rank()
-    assert shard_of(torch.tensor([value]))._scale_inv == oracle.scale_from_amax(11.0, 448.0)[1]
+    shard_of, shard = quantizer.for_shards(dist.group.WORLD), torch.tensor([7.0, 14.0])
+    own = shard[mesh.get_rank()].reshape(1)
+    assert shard_of(own)._scale_inv.item() == 1 / 32
     # The quantizer itself stays alone.
-    assert quantizer(torch.tensor([value])).dequantize().item() == value
+    assert quantizer(own)._scale_inv.item() == own.item() / 448
 
 
 @on_ranks(2)
