@@ -11,6 +11,7 @@ import torch
 
 import ottava
 from ottava import Layout, kernels
+from ottava.contract import Contract
 from ottava.distributed import is_custom
 from ottava.errors import OptionError, UsageError
 from ottava.gemm import gemm
@@ -42,6 +43,8 @@ def test_bytes_and_scales_are_those_of_the_oracle(
     layout = Layout(
         quant_dtype, (None, None), rounding="floor" if pow_2 else "nearest", epsilon=eps
     )
+    contract = reference(quant_dtype, pow_2_scales=pow_2, eps=eps).contract
+    assert contract.rowwise == Contract.of_layout(layout).rowwise
     for dtype in DTYPES:
         every = patterns(dtype)
         finite = torch.where(every.isfinite(), every, 0)

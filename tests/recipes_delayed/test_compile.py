@@ -57,7 +57,8 @@ def train(net: Any, run: Any) -> list[torch.Tensor]:
         results += [y, x.grad, *(parameter.grad.clone() for parameter in net.parameters())]
         # Before the optimizer, whose writes would give this weight the quantizer of its slot, too.
         kept = [w for w in net.parameters() if isinstance(w, ottava.QuantizedTensor)][-1:]
-        quantize_master_weights(kept, [1.5 * weight.dequantize() for weight in kept], None)
+        for factor in (4.0, 0.25):
+            quantize_master_weights(kept, [factor * weight.dequantize() for weight in kept], None)
         optimizer.step()
         optimizer.zero_grad()
         results += bytes_of(net)
@@ -89,6 +90,7 @@ def test_quantized_weights_are_recorded_from_the_first_step(written: bool) -> No
         with torch.no_grad():
             for layer in layers:
                 layer.weight.mul_(3)
+                assert not layer.recipe_state.amax_history.any()
     net, twin = copy.deepcopy(made), copy.deepcopy(made)
     with torch._dynamo.config.patch(error_on_recompile=True):
         results = train(twin, compiled(twin))
