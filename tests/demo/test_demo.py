@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
 from ottava.cli.recipes import DEMO_LAYERS
-from ottava.errors import DeviceError, OptionError, RecipeNotFoundError, UsageError
+from ottava.errors import DeviceError, OptionError, OttavaError, RecipeNotFoundError, UsageError
 from ottava_demo import command, training
 from ottava_demo.command import run_demo
 from ottava_demo.data import batch, load_corpus
@@ -38,6 +40,11 @@ def test_the_corpus_is_the_same_twice_and_real() -> None:
     assert torch.equal(first.validation, second.validation)
     assert b"import" in bytes(first.train.tolist())
     assert bytes(first.validation[:200].tolist()) not in bytes(first.train.tolist())
+    assert len(first.validation) + len(first.train) < 600_000
+    whole = load_corpus()
+    assert 0 < 2 * len(whole.validation) < len(whole.train)
+    with pytest.raises(OttavaError, match="bytes of Python source"):
+        load_corpus(10)
     x, y = batch(first.train, 3, 16, torch.Generator().manual_seed(0))
     assert x.shape == y.shape == (3, 16)
     assert torch.equal(x[:, 1:], y[:, :-1])
@@ -54,7 +61,7 @@ def test_the_model_sees_no_future() -> None:
 
 
 def test_the_layers_that_are_explained_by_default_are_those_that_it_converts() -> None:
-    model = ottava.convert(GPT(SIZES["small"]), "current", exclude="head")
+    model = training.Trainee("current", size=SIZES["small"]).model
     assert list(DEMO_LAYERS) == list(ottava.conversion_report(model).swapped)
 
 
@@ -68,6 +75,49 @@ def test_a_seed_of_64_bits_gives_one_curve() -> None:
     assert runs[0].losses == runs[1].losses
     assert runs[0].losses != runs[2].losses
     assert runs[0].saved_bytes == runs[1].saved_bytes > 0
+
+
+def test_weights_and_batches_are_those_of_the_seed() -> None:
+    corpus, size = load_corpus(300_000), SIZES["tiny"]
+    run = train(None, corpus, size="tiny", steps=2, device="cpu", seed=3)
+    trainee = training.Trainee(None, size=size, seed=3)
+    of_training, of_validation = (torch.Generator().manual_seed(seed) for seed in (3, 4))
+    shape = (size.batch, size.length)
+    assert run.losses == [trainee.step(batch(corpus.train, *shape, of_training)) for _ in range(2)]
+    with torch.no_grad():
+        checks = [batch(corpus.validation, *shape, of_validation) for _ in range(8)]
+        assert run.validation == sum(trainee.loss(check).item() for check in checks) / 8
+
+
+def test_a_step_takes_the_clipped_gradients_of_its_batch_at_a_rate_that_rises() -> None:
+    trainee = training.Trainee(None, size=SIZES["tiny"])
+    data = batch(load_corpus(300_000).train, 4, 32, torch.Generator().manual_seed(0))
+    parameters = list(trainee.model.parameters())
+    moves, grads = [], []
+    for _ in range(3):
+        before = [parameter.detach().clone() for parameter in parameters]
+        trainee.step(data)
+        pairs = zip(parameters, before, strict=True)
+        moves.append(max((new - old).abs().max().item() for new, old in pairs))
+        assert torch.nn.utils.get_total_norm([p.grad for p in parameters]) < 1.001
+    assert moves[0] < moves[1] < moves[2]
+    for _ in range(2):
+        trainee.backward(data)
+        grads.append([parameter.grad.clone() for parameter in parameters])
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_weight_that_is_quantized_already_keeps_its_values() -> None:
+    values: dict[Any, torch.Tensor] = {}
+
+    def linear(columns: int, rows: int) -> Any:
+        layer: Any = ottava.nn.Linear(columns, rows, recipe="current")
+        values[layer] = layer.weight.dequantize()
+        return layer
+
+    with ottava.quantized_model_init("current"):
+        GPT(SIZES["tiny"], linear)
+    assert all(torch.equal(layer.weight.dequantize(), kept) for layer, kept in values.items())
 
 
 def test_the_first_step_of_all_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +208,27 @@ def test_a_recipe_asked_for_twice_is_trained_once(
     assert replaced == [None, "current"]
 
 
+def test_a_requested_recipe_that_diverges_or_fails_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(recipe: str | None, corpus: object, **options: Any) -> Run:
+        assert options["seed"] == 5
+        if recipe == "custom":
+            raise ZeroDivisionError
+        return Run(recipe or "bf16", [1.0], math.nan if recipe else 1.0, 1.0, 1)
+
+    def write(*arguments: object) -> None:
+        raise PermissionError("no such right")
+
+    monkeypatch.setattr(command, "train", run)
+    with pytest.raises(ZeroDivisionError):
+        demo(tmp_path, recipes=["custom"], seed=5)
+    assert demo(tmp_path, recipes=["current"], seed=5) == 1
+    monkeypatch.setattr(command, "write", write)
+    with pytest.raises(UsageError, match=r"cannot be written to .*no such right"):
+        demo(tmp_path, recipes=["current"], seed=5)
+
+
 @pytest.mark.parametrize(
     ("paces", "announced"),
     [
@@ -221,6 +292,15 @@ def test_bad_options_are_refused_before_anything_is_written(
 ) -> None:
     with pytest.raises(error):
         demo(tmp_path / "b", **change)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_library_that_is_missing_is_told_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UsageError, match="the demo needs jinja2"):
+        demo(tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 

@@ -92,6 +92,7 @@ def test_tensors_have_names_for_their_parts_and_options(dim: int, scales: Any) -
             options,
         )
         made = assert_made_of(q, cls, shapes, **options)
+        assert made.grid_layout == layout(E5M2, dim)
         assert made.rowwise_serves_columnwise is (dim == 2)
 
 

@@ -69,6 +69,10 @@ def test_defaults_and_spec() -> None:
         for device in ("cpu", torch.device("cpu"))
     )
     assert by_name == by_object
+    reduced = Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
+    assert by_name.is_alike(reduced)
+    choices = [quantizer.contract.rowwise for quantizer in (by_name, reduced)]
+    assert [choice.amax.ranks for choice in choices] == ["this", "group"]
     assert Float8CurrentScalingQuantizer(E4M3, device="meta").make_empty((2,)).is_meta
 
 

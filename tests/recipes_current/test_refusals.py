@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ottava
+from ottava.distributed import quantize_master_weights
 from ottava.errors import DeviceError, DTypeError, OptionError, UsageError
 from ottava_current import Float8CurrentScalingQuantizer
 
@@ -33,6 +34,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (quantizer, {"force_pow_2_scales": 2}, OptionError, "force_pow_2_scales is 2"),
     (quantizer, {"with_amax_reduction": 1}, OptionError, "with_amax_reduction is 1"),
     (quantizer, {"device": "bogus"}, DeviceError, "bogus"),
+    (quantizer, {"amax_reduction_group": 3}, OptionError, "the group is"),
 ]
 
 
@@ -41,6 +43,13 @@ def test_refused(make: Any, options: dict[str, Any], error: type[Exception], wor
     assert make() is not None
     with pytest.raises(error, match=words):
         make(**options)
+
+
+@pytest.mark.parametrize("option", [{"force_pow_2_scales": True}, {"amax_epsilon": 1.0}])
+def test_master_weights_of_other_options(option: dict[str, Any]) -> None:
+    weights = [each(torch.zeros(2)) for each in (quantizer(), quantizer(**option))]
+    with pytest.raises(OptionError, match=f"{next(iter(option))} is .* for weight 1"):
+        quantize_master_weights(weights, [torch.ones(2)] * 2, None)
 
 
 def test_reduction_without_a_process_group() -> None:

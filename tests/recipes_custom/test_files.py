@@ -15,7 +15,7 @@ import ottava
 from ottava import QuantizerRequest, QuantizerRole
 from ottava.errors import OptionError
 from ottava.formats import Format
-from ottava_custom import HybridQuantizer, IdentityQuantizer
+from ottava_custom import CustomRecipe, HybridQuantizer, IdentityQuantizer
 from ottava_custom.files import FileFactory, load_factory
 
 pytestmark = pytest.mark.usefixtures("published_for_files")
@@ -74,6 +74,7 @@ SERVES = [
     ("blocks.1.qkv", "weight", "alpha E4M3", "alpha E4M3", 2, None),
     ("", "input", "alpha E4M3", "alpha E4M3", 2, None),
 ]
+HIGH = "high_precision"
 #: Line in YAML -> place in TOML.
 PLACES = {2: "default", 4: "layers[0]", 6: "layers[1]", 12: "layers[2]", 5: "layers[0].all"}
 PLACES |= {7: "layers[1].forward", 8: "layers[1].backward", 13: "layers[2].input"}
@@ -213,6 +214,7 @@ def test_a_role_that_nothing_serves_is_named() -> None:
         ("flag: true", "flag", True),
         ("epsilon: 1e-4", "epsilon", 1e-4),
         ("epsilon: 0x10", "epsilon", 16),
+        ("epsilon: 0o17", "epsilon", 15),
         ("epsilon: .inf", "epsilon", float("inf")),
         ("shape: [2, 3]", "shape", (2, 3)),
         ("rounding: no", "rounding", "no"),
@@ -234,10 +236,11 @@ def test_options_are_values_of_yaml_1_2(text: str, option: str, value: object) -
 def test_an_alias_is_the_same_recipe() -> None:
     made = factory(
         "layers:\n- {match: a, weight: &x {recipe: alpha, flag: true}}\n- {match: b, input: *x}\n"
-        "default: *x\n"
+        "- {match: d, all: {recipe: alpha, flag: false}}\ndefault: *x\n"
     )
     recipes = [made(role(name, t)).recipe for name, t in (("a", "weight"), ("b", "input"))]
     assert recipes[0] is recipes[1] is made(role("c", "input")).recipe
+    assert made(role("d", "input")).recipe.flag is False
     assert made.explain(role("b", "input")).place == "line 3"
 
 
@@ -246,6 +249,14 @@ def calls_of(text: str) -> int:
     profile = cProfile.Profile()
     profile.runcall(factory, text, "model.toml")
     return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_a_side_reads_what_the_backward_pass_of_its_recipe_reads() -> None:
+    side = "{recipe: custom, backward: high_precision}"
+    made = factory(f"default: {{rowwise: {side}, columnwise: {side}}}")
+    for tensor_type in ("input", "weight", "grad_output"):
+        kinds = [side.in_high_precision for side in made(tensor_type).sides]
+        assert kinds == [tensor_type == "grad_output", True]
 
 
 def test_a_rule_for_each_of_many_layers() -> None:
@@ -263,6 +274,14 @@ def test_a_model_under_the_recipe_of_a_file(tmp_path: Path) -> None:
     explained = recipe.explain(role("blocks.1.down", "input"))
     assert (explained.columnwise, explained.place) == ("identity", "line 13")
     assert [rule.place for rule in recipe.rules()] == ["line 4", "line 6", "line 12"]
+    for way in (
+        ottava.get_recipe("custom", backward=HIGH),
+        CustomRecipe.from_file(path, backward=HIGH),
+        ottava.get_recipe(path, backward=HIGH),
+    ):
+        assert (way.backward, way.explain("input").columnwise) == (HIGH, "high precision")
+    way.set_quantizer_factory(lambda role: IdentityQuantizer())
+    assert way.explain("input").rowwise == "IdentityQuantizer"
     made: Any = recipe.quantizer(role("blocks.1.up", "input"), amax_reduction_group="group")
     assert made.group == "group"
     blocks = [{part: torch.nn.Linear(4, 4) for part in ("up", "down")} for _ in range(2)]
@@ -277,6 +296,14 @@ def test_a_file_inside_a_file(tmp_path: Path) -> None:
     made = factory(f"default: {{recipe: custom, file: {inner}}}")
     assert made.explain(role("a", "input")).rowwise.startswith("identity")
     assert made.explain(role("b", "input")).rowwise.startswith("alpha E4M3")
+    for text in (
+        "default: {}",
+        "default: {{rowwise: {}, columnwise: identity}}",
+        "default: alpha\nlayers: [{{match: b, all: {{rowwise: alpha, columnwise: {}}}}}]",
+    ):
+        made = factory(text.format(f"{{recipe: custom, file: {inner}}}"))
+        with pytest.raises(OptionError, match=r"inner.yaml.*pattern 'a' matches no layer"):
+            made.check_layers(["b"])
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text(f"default:\n  recipe: custom\n  file: {two}\n")
     two.write_text(f"\ndefault: {{recipe: custom, file: {one}}}\n")

@@ -76,6 +76,10 @@ def test_identity_gives_a_copy_of_its_values(dtype: torch.dtype) -> None:
             tensor = quantizer(x)
             tensor.dequantize().zero_()
             assert_same(tensor.dequantize(), x)
+            source = x.clone()
+            tensor = quantizer(source)
+            source.zero_()
+            assert_same(tensor.dequantize(), x)
 
 
 @pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
@@ -170,6 +174,10 @@ def test_hybrids_are_alike_where_both_sides_are(pair: str) -> None:
         assert one != HybridQuantizer(*sides)
         assert not one.is_alike(HybridQuantizer(*sides))
     assert not one.is_alike(rows)
+    for fact, of in (("in_high_precision", all), ("aliases_operands", any)):
+        assert getattr(one, fact) == of(getattr(side, fact) for side in PAIRS[pair])
+    # A quantizer that becomes a side stays what it is.
+    assert [rows.get_usages(), rows.internal] == [{"rowwise": True, "columnwise": True}, False]
 
 
 @PAIR

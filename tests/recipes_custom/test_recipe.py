@@ -12,6 +12,7 @@ import torch
 
 import ottava
 from ottava import QuantizerRequest, QuantizerRole
+from ottava.errors import OptionError
 from ottava_custom import (
     CurrentScalingQuantizerRef,
     CustomRecipe,
@@ -59,13 +60,16 @@ SERVED: dict[str, tuple[Any, str, list[type]]] = {
     "the name of a factory over it": (over("identity"), "", [IDENTITY] * 3),
     "no factory over it": (over(None), "", [REF] * 3),
 }
-EDGES = CustomRecipe(by_layer({"first": "identity", "head*": identity_factory}, "custom"))
+EDGES = CustomRecipe(
+    by_layer({"first": "identity", "head.1": "custom", "head*": identity_factory}, "custom")
+)
 SERVED |= {
     f"the layer {name}": (EDGES, name, [kind] * 3)
     for name, kind in {
         "first": IDENTITY,
         "first.proj": IDENTITY,
         "head.0": IDENTITY,
+        "head.1": REF,
         "body.first": REF,
         "firsts": REF,
     }.items()
@@ -76,6 +80,20 @@ SERVED |= {
 def test_what_serves_a_role(name: str) -> None:
     recipe, layer, expected = SERVED[name]
     assert kinds(recipe, layer) == expected
+
+
+NONE = by_layer({"1": "identity"}, "custom")
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [NONE, by_tensor(NONE), by_tensor("custom", weight=NONE), by_layer({"0": NONE}, "custom")],
+)
+def test_a_pattern_that_fits_no_layer_is_refused(factory: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with pytest.raises(OptionError, match="pattern '1' of by_layer matches no layer"):
+        ottava.convert(model, CustomRecipe(factory))
+    ottava.convert(model, CustomRecipe(by_tensor("custom", weight="identity")))
 
 
 def test_recipes_compare_copy_and_pickle() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import ottava
 from ottava import Layout, kernels
+from ottava.contract import Contract
 from ottava.distributed import is_custom
 from ottava.errors import OptionError, UsageError
 from ottava.gemm import gemm
@@ -42,6 +43,8 @@ def test_bytes_and_scales_are_those_of_the_oracle(
     layout = Layout(
         quant_dtype, (None, None), rounding="floor" if pow_2 else "nearest", epsilon=eps
     )
+    contract = reference(quant_dtype, pow_2_scales=pow_2, eps=eps).contract
+    assert contract.rowwise == Contract.of_layout(layout).rowwise
     for dtype in DTYPES:
         every = patterns(dtype)
         finite = torch.where(every.isfinite(), every, 0)
@@ -92,6 +95,13 @@ def test_it_is_built_from_its_parts(kind: Any) -> None:
         assert not getattr(tensor, "requires_grad", False)
         assert tensor.original_shape == (2, 3, 4)
         assert tensor.get_usages() == {"rowwise": "data" in parts, "columnwise": "data_t" in parts}
+
+
+def test_a_clone_in_another_format_of_memory_has_its_own_scale() -> None:
+    tensor = reference(E4M3)(torch.randn(4, 6))
+    values, clone = tensor.dequantize(), tensor.clone(memory_format=torch.contiguous_format)
+    clone.copy_(100 * values)
+    assert_same(tensor.dequantize(), values)
 
 
 def test_the_data_of_a_parameter_is_what_torch_means() -> None:

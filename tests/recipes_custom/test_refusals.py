@@ -110,6 +110,9 @@ REFUSED: dict[type[Exception], dict[str, Callable[[], Any]]] = {
     },
     UsageError: {
         "needs data": lambda: parts(),
+        "holds no data.*cleared": lambda: IdentityTensorStorage(
+            dtype=F32, rowwise=True, columnwise=True
+        ).update_usage(False),
         "holds no data": lambda: IdentityTensorStorage(
             dtype=F32, rowwise=True, columnwise=True
         ).dequantize(),

@@ -115,6 +115,10 @@ def test_inputs_are_counted_and_warned_of_as_well() -> None:
     assert count(net, "0", "input") > 0
     net[0].recipe_state.reset()
     assert count(net, "0", "input") == 0
+    with clamped() as operands:
+        evaluated(net, 1e4 * X)
+    assert operands == ["input of layer '0'"]
+    assert count(net, "0", "input") > 0
 
 
 def test_small_excesses_are_counted_without_a_warning() -> None:
@@ -122,6 +126,7 @@ def test_small_excesses_are_counted_without_a_warning() -> None:
     with torch.no_grad():
         # As in one step of training; rounding changes values as much.
         net[2].weight.mul_(1.02)
+        net[0].weight.mul_(0.9)
     with clamped() as operands:
         evaluated(net)
         assert count(net) > 0
@@ -129,8 +134,8 @@ def test_small_excesses_are_counted_without_a_warning() -> None:
         evaluated(net, 1.8 * X)
         # The scale had room for an earlier pass with larger inputs.
         evaluated(net, 0.9 * X)
-        net[0].recipe_state.scale[0] *= 1.5
-        evaluated(net, 0.68 * X)
+        net[0].recipe_state.scale[0] *= 3
+        evaluated(net, 0.34 * X)
     assert operands == []
 
 
@@ -196,6 +201,13 @@ def test_copies_count_from_zero() -> None:
                 other(X)
             evaluated(other)
         assert operands == WEIGHT
+
+
+def test_an_evaluation_has_the_scales_that_the_state_has_now() -> None:
+    net = trained()
+    evaluated(net)
+    net[0].recipe_state.scale = net[0].recipe_state.scale / 1000
+    assert_same(evaluated(net), evaluated(copy.deepcopy(net)))
 
 
 def test_evaluation_on_meta_counts_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import ottava
 from ottava.distributed import quantize_master_weights
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.tensors import columnwise_layout
-from ottava_delayed import DelayedScaling, Float8Quantizer
+from ottava_delayed import DelayedScaling, DelayedScalingState, Float8Quantizer
 from tests import arrays, oracle
 from tests.comparing import assert_same
 from tests.samples import DTYPES, special, wide
@@ -102,12 +103,15 @@ def test_a_noop_flag_leaves_the_state_too(flag: float) -> None:
 
 def test_shards_are_rounded_before_they_are_counted() -> None:
     """448.9 is 448 in bfloat16, which fits; 449.5 is 450, which does not."""
-    saturated = counter()
-    weight = make(saturated=saturated)(torch.zeros(2, 2, dtype=torch.bfloat16))
-    quantize_master_weights([weight], [torch.tensor([[448.9, 449.5], [-448.2, 1.0]])], None)
-    assert saturated.item() == 1
+    quantizers = [make(saturated=counter()) for _ in range(2)]
+    weight, fitting = (q(torch.zeros(2, 2, dtype=torch.bfloat16)) for q in quantizers)
+    quantizers[1].initialize(torch.tensor([448.0]))
+    masters = [torch.tensor([[448.9, -449.5], [-448.2, 1.0]]), torch.full((2, 2), 896.0)]
+    quantize_master_weights([weight, fitting], masters, None)
+    assert [quantizer.saturated.item() for quantizer in quantizers] == [1, 0]
     assert weight._quantizer.amax.item() == 450.0
-    assert weight.dequantize().tolist() == [[448.0, 448.0], [-448.0, 1.0]]
+    assert weight.dequantize().tolist() == [[448.0, -448.0], [-448.0, 1.0]]
+    assert fitting.dequantize().tolist() == masters[1].tolist()
 
 
 # -- weights that a layer keeps quantized --
@@ -122,6 +126,10 @@ def test_a_weight_starts_with_its_own_scale_and_what_is_written_to_it_fits() -> 
     assert layer.weight._scale_inv.item() == oracle.float32(1 / scale)
     layer(torch.randn(4, 16)).sum().backward()
     assert layer.recipe_state.scale[1].item() == scale
+    # Its file has neither the state of the layer nor another rule.
+    assert pickle.loads(pickle.dumps(layer.weight))._quantizer.state is None
+    rules = [q.contract.rowwise.scale.rule for q in (layer.weight._quantizer, make())]
+    assert rules == ["given-fitting", "given"]
     large = 50 * torch.randn(8, 16)
     values = {"weight": large, "bias": torch.zeros(8)}
     with torch.no_grad():
@@ -150,7 +158,78 @@ def test_a_weight_that_was_made_on_meta_takes_the_scale_of_its_first_values(shar
             layer.weight.copy_(values)
     scale, scale_inv = oracle.scale_from_amax(values.float().abs().max().item(), 448.0)
     assert layer.weight._scale_inv.item() == scale_inv
+    # Later ones do not.
+    quantize_master_weights([layer.weight], [values.float() / 2], None)
+    assert layer.weight._scale_inv.item() == scale_inv
     assert layer.recipe_state.scale[1].item() == scale
+
+
+def test_a_weight_that_records_nothing_fits_as_well() -> None:
+    quantizer = Float8Quantizer(1.0, None, E4M3)
+    quantizer.initialize(torch.tensor([448.0]))
+    assert quantizer(torch.tensor([896.0])).dequantize().tolist() == [896.0]
+
+
+def kept(recipe: DelayedScaling) -> Any:
+    with ottava.quantized_model_init(recipe):
+        return ottava.nn.Linear(16, 8, recipe=recipe)
+
+
+def test_a_weight_of_another_quantizer_is_recorded_and_counted_in_its_slot() -> None:
+    layer = kept(DelayedScaling())
+    layer.weight = torch.nn.Parameter(make()(torch.ones(8, 16)))
+    layer(torch.ones(4, 16))
+    with torch.no_grad():
+        layer.weight.fill_(1000.0)
+    state = layer.recipe_state
+    assert (state.amax_history[0, 1].item(), state.saturated[1].item()) == (1000.0, 8 * 16)
+
+
+def test_a_slot_that_has_seen_steps_keeps_a_scale_of_one() -> None:
+    layer = kept(DelayedScaling(amax_history_len=2))
+    layer.recipe_state.amax_history[:, 1] = 448.0
+    layer(torch.ones(4, 16))
+    assert layer.recipe_state.scale[1].item() == 1.0
+
+
+def test_a_state_that_has_seen_no_step_changes_no_scale_of_a_loaded_weight() -> None:
+    recipe = DelayedScaling()
+    layer, fresh = kept(recipe), ottava.nn.Linear(16, 8, recipe=recipe)
+    layer(torch.ones(4, 16))
+    before = layer.weight._scale_inv.item()
+    layer.load_state_dict(fresh.state_dict() | {"weight": 0.01 * torch.ones(8, 16)})
+    assert layer.weight._scale_inv.item() == before
+
+
+def test_a_gather_is_recorded_by_the_passes_that_use_it() -> None:
+    roles = [ottava.QuantizerRole("linear", each) for each in ("input", "weight", "grad_output")]
+    state = DelayedScalingState(DelayedScaling(amax_history_len=2), roles)
+
+    def use(value: float, recording: bool = True) -> tuple[float, int]:
+        gathered = state.gather_quantizer()(torch.tensor([value, -1.0]))
+        state.use_gathered(gathered, recording=recording)
+        return state.amax_history[0, 1].item(), int(state.saturated[1])
+
+    assert use(500.0, recording=False) == (0.0, 0)
+    assert use(2.0) == (2.0, 0)
+    assert use(500.0) == (500.0, 1)
+    assert use(3.0) == (500.0, 1)
+    with pytest.warns(UserWarning, match="evaluation clamps the weight of a layer, 1 elements"):
+        state.note_evaluation(state.gather_quantizer()(torch.tensor([500.0])))
+    assert state.evaluations.counts() == [0, 1, 0]
+
+
+def test_quantizers_of_slots_differ_by_usages_alone() -> None:
+    """Whoever records nothing has neither an amax nor a counter."""
+    one, other = (kept(DelayedScaling()).recipe_state for _ in range(2))
+    for make_one in (one.quantizer, one.evaluation_quantizer):
+        for usages in ((True, False), (True, True), (False, True)):
+            quantizer = make_one("weight", rowwise=usages[0], columnwise=usages[1])
+            assert tuple(quantizer.get_usages().values()) == usages
+    usages = {"rowwise": True, "columnwise": True}
+    assert one.quantizer("input", **usages).is_alike(other.quantizer("input", **usages))
+    silent = one.quantizer("input", **usages, recording=False)
+    assert (silent.amax, silent.saturated) == (None, None)
 
 
 def test_a_number_is_a_scale() -> None:
@@ -195,7 +274,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "an amax in bfloat16, exchanged": (DTypeError, lambda: exchange("amax", ZERO.bfloat16())),
 } | {
     f"the scale {number}": (OptionError, lambda n=number: Float8Quantizer(n, None, E4M3))
-    for number in (0, -1.0, math.nan, math.inf, 1e39)
+    for number in (0, -1.0, 1e-46, math.nan, math.inf, 1e39)
 }
 
 

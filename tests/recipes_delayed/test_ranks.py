@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ottava
 from ottava.collectives import all_gather, all_reduce_max
 from ottava.errors import OptionError, UsageError
-from ottava_delayed import DelayedScaling
+from ottava_delayed import DelayedScaling, Float8Quantizer
 from tests.comparing import assert_same
 from tests.ranks import Collectives, on_ranks
 
@@ -116,6 +116,17 @@ def test_a_function_has_the_amaxes_of_all_ranks(mesh: DeviceMesh) -> None:
         if step:
             scale = net.state_dict()["0.recipe_state.scale"][0]
             assert_same(scale, scale_after(range(step), [0]), note=step)
+
+
+@on_ranks(2)
+def test_the_shards_of_a_weight_fit_the_largest_of_all(mesh: DeviceMesh) -> None:
+    quantizer = Float8Quantizer(1.0, torch.zeros(1), torch.float8_e4m3fn)
+    quantizer.initialize(torch.ones(1))
+    shard_of, shard = quantizer.for_shards(dist.group.WORLD), torch.tensor([7.0, 14.0])
+    own = shard[mesh.get_rank()].reshape(1)
+    assert shard_of(own)._scale_inv.item() == 1 / 32
+    # The quantizer itself stays alone.
+    assert quantizer(own)._scale_inv.item() == own.item() / 448
 
 
 @on_ranks(2)

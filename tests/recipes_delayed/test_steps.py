@@ -222,6 +222,7 @@ def test_a_factory_goes_over_the_recipe() -> None:
     with pytest.warns(UserWarning, match="discarded"):
         net(batch(1)).sum().backward()
     assert own.amax is not None
+    assert own.internal is False
     assert own.amax.item() >= amax(batch(1))
     assert statistics(net).largest_amax == 0.0
     assert statistics(net, "weight").largest_amax > 0.0

@@ -145,7 +145,7 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
     ("error", "name", "function"),
     [
         (DTypeError, "amax_compute_algo", lambda history: 1.0),
-        (ShapeError, "amax_compute_algo", lambda history: history),
+        (ShapeError, "amax_compute_algo", lambda history: history[:1]),
         (DTypeError, "scaling_factor_compute_algo", lambda amax, *_: amax.double()),
         (ShapeError, "scaling_factor_compute_algo", lambda amax, *_: amax.sum()),
     ],

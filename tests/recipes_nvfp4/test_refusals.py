@@ -37,6 +37,7 @@ OF_RECIPE: list[tuple[dict[str, Any], str]] = [
     ({"four_over_six": "all"}, "four_over_six='all' with the Hadamard.*disable_rht=True"),
     ({"four_over_six": "activations"}, "'activations' with the Hadamard.*'weights'"),
     ({"nvfp4_4over6": "best"}, "four_over_six is 'best'"),
+    ({"nvfp4_4over6": ""}, "four_over_six is ''"),
     ({"nvfp4_4over6_err_mode": 1}, "four_over_six_error is 1"),
     ({"margin": 0}, "margin.*disable_rht"),
 ]

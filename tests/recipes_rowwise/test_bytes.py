@@ -53,8 +53,8 @@ def test_defaults_spec_and_explanation() -> None:
 
 
 def test_tensors_have_names_for_their_parts() -> None:
-    q: Any = Float8RowwiseQuantizer(E4M3)(wide(4, 50, 300, dtype=torch.bfloat16))
-    assert (q.dtype, q._fp8_dtype) == (torch.bfloat16, E4M3)
+    q: Any = Float8RowwiseQuantizer(E5M2)(wide(4, 50, 300, dtype=torch.bfloat16))
+    assert (q.dtype, q._fp8_dtype) == (torch.bfloat16, E5M2)
     shapes = {
         "rowwise_data": (4, 50, 300),
         "rowwise_scale_inv": (200, 1),

@@ -32,7 +32,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (recipe, {"fp8_format": "E9"}, OptionError, "fp8_format is 'E9'.*HYBRID"),
     (recipe, {"force_pow_2_scales": 1}, OptionError, "force_pow_2_scales is 1.*True or False"),
     (recipe, {"amax_epsilon": -1.0}, OptionError, "epsilon"),
-    (recipe, {"wgrad_high_precision": None}, OptionError, "precision is None.*True or False"),
+    (recipe, {"wgrad_high_precision": 1}, OptionError, "precision is 1.*True or False"),
     (recipe, {"margin": 0}, OptionError, "margin.*fp8_format"),
     (quantizer, {"fp8_dtype": torch.int8}, DTypeError, "int8"),
     (quantizer, {"force_pow_2_scales": 1}, OptionError, "is 1"),

@@ -225,7 +225,7 @@ class Float8Quantizer(Float8QuantizerBase):
     ) -> for_layers.SideTensors:
         self.take_slot()
         scale = self.scale
-        if self.fits and self.amax is not None:
+        if self.fits:
             scale = self._fitting_scale(tensor)
         return for_layers.cast(
             tensor, scale, self.amax, self.saturated, self.fp8_dtype, rowwise, columnwise
