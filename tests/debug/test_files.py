@@ -78,6 +78,16 @@ def test_a_file_of_another_kind_is_replaced_by_force_alone(option: str) -> None:
         assert "which is read" in refused("--served", "x", "--model", "x:y", "--data", "x", *read)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [("--loss", "mse"), ("--recipe-file", "kept.yaml"), ("--base", "a"), ("--threshold", "3")],
+    ids=lambda words: words[0],
+)
+def test_what_a_comparison_does_not_use_is_refused(other: tuple[str, str]) -> None:
+    served = ("--served", "x", "--model", "x:y", "--data", "x")
+    assert f"--served with {other[0]}" in refused(*served, *other)
+
+
 def test_two_outputs_in_one_file_are_refused() -> None:
     os.symlink("same.yaml", "link.yaml")
     for one, other in (("--json", "--html"), ("--json", "--recipe-file")):

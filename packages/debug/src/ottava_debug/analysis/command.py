@@ -16,6 +16,7 @@ from ottava_debug.references import call, resolve_loss
 
 _Paths = Path | None
 _TARGETS = "targets"
+_THRESHOLD = 20.0
 # Unit of the progress -> the title of its bar.
 _WORDS = {"elements": "Weights", "steps": "Steps"}
 
@@ -59,7 +60,7 @@ def analyze(
     steps: Annotated[int, typer.Option(min=1, help="The most batches to take.")] = 3,
     threshold: Annotated[
         float, typer.Option(help="Decibels: where the SQNR is lower, a layer needs high precision.")
-    ] = 20.0,
+    ] = _THRESHOLD,
     rows: Annotated[
         int, typer.Option(min=1, help="How many tensors to show, the worst ones.")
     ] = 20,
@@ -93,6 +94,10 @@ def analyze(
     """Say what each recipe would make of a checkpoint's tensors, and which layers should stay in
     BF16."""
     if served is not None:
+        others: dict[str, object] = {"--loss": loss, "--recipe-file": recipe_file, "--base": base}
+        if threshold != _THRESHOLD:
+            others["--threshold"] = threshold
+        _refuse_beside_served([name for name, value in others.items() if value is not None])
         _compare(checkpoint, served, recipe, model, data, steps, rows, json_file, html, force)
         return
     from ottava_debug.analysis import output
@@ -131,6 +136,14 @@ def analyze(
             say(f"{recipe_file} is {base} with {len(keeps)} layers in high precision.")
     for path in filter(None, (json_file, html, recipe_file)):
         say(f"Written: {path}")
+
+
+def _refuse_beside_served(options: list[str]) -> None:
+    if options:
+        raise OptionError(
+            f"--served with {', '.join(options)}",
+            expected="none of these: a comparison has no gradients and suggests no recipe file",
+        )
 
 
 def _compare(
