@@ -29,6 +29,13 @@ class Recomputing(Model):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class InPlace(Model):
+    """Changes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2.0))
+
+
 class WithLoss(Model):
     """Returns its loss, as models of Transformers do."""
 
@@ -82,6 +89,7 @@ STEPS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     **{recipe: (recipe, Model, {}, {}) for recipe in RECIPES},
     "autocast": ("current", Model, {}, {"autocast": True}),
     "recomputed": ("current", Recomputing, {}, {}),
+    "changed input": ("current", InPlace, {}, {}),
     "gradient of the input": ("current", Model, {}, {"batch": (INPUT.requires_grad_(), LABELS)}),
     "quantized weights": ("current", Model, {"primary": True}, {}),
     "scaled loss": ("delayed", Model, {}, {"scale": 1024.0}),

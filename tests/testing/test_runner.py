@@ -141,11 +141,13 @@ def test_one_layout_that_rounds_at_random_is_enough() -> None:
     assert not Subject(Rows()).spec.stochastic
 
 
-def test_a_check_leaves_the_random_state_and_the_threads_alone() -> None:
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
+def test_a_check_leaves_the_random_state_and_the_threads_alone(one_thread: None) -> None:
+    # Checks run on one thread, as the processes of tests do.
+    torch.set_num_threads(2)
+    before = torch.get_rng_state()
     check_recipe(Rows(), spec=SPEC, only=["deterministic-cast", "linear"])
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
 
 
 def test_a_recipe_without_a_spec_is_checked_by_the_defaults_of_every_flag() -> None:

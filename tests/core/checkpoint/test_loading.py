@@ -228,7 +228,9 @@ def test_memory_is_doubled_only_for_modules_that_may_refuse(tmp_path: Path) -> N
 
 def test_names_that_differ_are_listed(tmp_path: Path) -> None:
     x, y = torch.ones(2), torch.zeros(2)
-    checkpoint.save_sharded({"a": {"x": x, "n": 1}, "l": [x, 2]}, tmp_path / "s")
+    groups = [{"lr": 1.0}]
+    saved = {"a": {"x": x, "n": 1}, "l": [x, 2], "groups": groups}
+    checkpoint.save_sharded(saved, tmp_path / "s")
     cases: list[tuple[Any, str]] = [
         ({"a": {"x": y, "y": y, "n": 0}, "l": [y, 0]}, "misses 'a.y'"),
         ({"a": {"x": y, "n": 0, "m": 5}, "l": [y, 0]}, "misses 'a.m'"),
@@ -238,6 +240,7 @@ def test_names_that_differ_are_listed(tmp_path: Path) -> None:
         ({"a": {"x": 1, "n": 0}, "l": [y, 0]}, "misses 'a.x'"),
         ({"a": [y]}, "misses 'a.0'"),
         ({}, "no place for 'a.x', 'l.0'"),
+        ({"a": {"x": y, "n": 0}, "l": [y, 0], "groups": [{"fused": 1}]}, "misses 'groups.0.fused'"),
     ]
     for target, words in cases:
         with pytest.raises(CheckpointError, match=words):

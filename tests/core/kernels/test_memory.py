@@ -3,6 +3,7 @@ that the reference gives for contiguous tensors, which other files compare with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -120,6 +121,21 @@ def test_threads_and_sizes_beyond_the_caches(on_every_isa: Runs, name: str) -> N
                 with running_on(threads):
                     found = call(*tensors)
                 assert_same(found, wanted, note=(what, threads))
+
+    on_every_isa(run)
+
+
+def test_threads_count_what_each_of_them_clamps(on_every_isa: Runs) -> None:
+    x = samples.tiles(300, 1001, dtype=BF16).nan_to_num()
+    clamped = int((x.float() * SCALE > 448).sum() + (x.float() * SCALE < -448).sum())
+    assert clamped > 1000
+
+    def run() -> None:
+        for threads, transposed in itertools.product((1, 3), (False, True)):
+            amax, count = torch.zeros(()), torch.tensor(5)
+            with running_on(threads):
+                kernels.cast_amax(x, SCALE, amax, E4M3, saturated=count, transposed=transposed)
+            assert (int(count), amax) == (5 + clamped, x.abs().max())
 
     on_every_isa(run)
 
