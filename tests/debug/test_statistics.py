@@ -66,6 +66,8 @@ def of_the_format(x: torch.Tensor) -> dict[str, float]:
     [
         ("mxfp8", "mxfp8", "rowwise"),
         ("fp8_block_scaling", "blockwise", "rowwise"),
+        # Gradients have another format.
+        ("current", "current", "rowwise"),
         # A recipe with state has statistics where it runs.
         ("fp8_delayed_scaling", "delayed", "delayed"),
     ],

@@ -346,6 +346,7 @@ def test_what_explains_some_inputs_is_no_cause() -> None:
     result = match(cases, [expected], most_turns=1)
     assert result.exact == ()
     assert result.nearest
+    assert result.nearest.agreement == result.nearest.of(cases).agreement
     assert match(cases[::2], [expected], most_turns=1).exact
 
 
