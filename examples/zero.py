@@ -91,7 +91,7 @@ class FlatParameters:
                 view = buffer[start : start + parameter.numel()].view(parameter.shape)
                 parameter.data = view.copy_(parameter.data)
             return [buffer]
-        # Four bits are half a byte.
+        # A byte holds two elements of four bits.
         per_byte = first.numel() // getattr(first, first.raw_inner()[0].attribute).numel()
         if self.chunk % per_byte:
             raise UsageError(
@@ -105,8 +105,8 @@ class FlatParameters:
             for _ in first.raw_inner()
         ]
         for parameter, start in places:
-            own = slice(start // per_byte, (start + parameter.numel()) // per_byte)
-            replace_raw_data(parameter, [buffer[own] for buffer in buffers])
+            place = slice(start // per_byte, (start + parameter.numel()) // per_byte)
+            replace_raw_data(parameter, [buffer[place] for buffer in buffers])
         return buffers
 
     def shards(self) -> Iterator[tuple[int, int, int] | None]:

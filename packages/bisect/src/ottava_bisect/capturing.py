@@ -199,6 +199,7 @@ class capture:
     # -- in the block --
 
     def _inspection(self, layer: Any) -> Inspection | None:
+        """What records a layer's call, or None in a call of the model without gradients."""
         return None if self._without_grad else self._recorder(layer)
 
     def _enter_model(self, model: Any, args: Any, kwargs: Any) -> None:

@@ -52,11 +52,13 @@ class Recorder:
     def find(self, name: str, layer: Any, recomputed: bool) -> Pass:
         """The pass that begins, or that is recomputed.
 
-        A pass that is recomputed of a call without gradients begins with that.
+        With a reentrant checkpoint around the model its first call has no gradients and is not
+        recorded, so a pass begins when it is recomputed.
         """
-        for each in reversed(self.passes) if recomputed else ():
-            if each.name == name and "gradient" not in each.seen:
-                return each
+        if recomputed:
+            for each in reversed(self.passes):
+                if each.name == name and "gradient" not in each.seen:
+                    return each
         self.passes.append(Pass(name, layer, sum(p.name == name for p in self.passes)))
         return self.passes[-1]
 

@@ -16,8 +16,8 @@ from ottava.cli import output
 from ottava.errors import UsageError
 from ottava_demo.training import Run
 
-# Okabe and Ito's palette, whose colours can be told apart with any colour vision. Grey and brown,
-# which differ from them in brightness, stand for its yellow, which white swallows.
+# Okabe and Ito's palette, whose colours can be told apart with any colour vision. Grey and brown
+# take the place of its yellow, which is hard to see on white.
 _COLOURS = ["#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"]
 _COLOURS += ["#999999", "#6B3E26"]
 # Number of steps over which the table and the curves average losses.

@@ -273,28 +273,30 @@ def _search(searches: Sequence[_Search]) -> None:
 def _search_together(group: Sequence[_Search]) -> None:
     """Look for turns of tensors that no contract reproduces."""
     sample = group[:: -(-len(group) // _TOGETHER)]
-    found = match([search.part for search in sample], group[0].starts)
+    of_sample = match([search.part for search in sample], group[0].starts)
     for search in group:
-        search.take(found.best)
-    # They may have been made in different ways. All of a large model would take hours.
-    unexplained = [search for search in group if not search.result.exact]
-    for search in unexplained[:_ALONE] if len(group) > 1 else ():
-        search.look(search.starts, most_turns=2)
+        search.take(of_sample.best)
+    if len(group) > 1:
+        # They may have been made in different ways. All of a large model would take hours.
+        unexplained = [search for search in group if not search.result.exact]
+        for search in unexplained[:_ALONE]:
+            search.look(search.starts, most_turns=2)
     # Of what explains one tensor, keep what explains all of them together, if anything does.
     learned = {each.key: each for search in group for each in search.result.exact}
     turns = {turn: None for each in learned.values() for turn in each.turns}
     parts = [search.part for search in group]
     common = match(parts, learned.values(), most_turns=2, table=[*turns]).exact
     for search in group:
-        found = match([search.part], common or learned.values(), most_turns=0)
-        if found.exact and (common or not search.result.exact):
-            search.take(found.exact)
+        known = match([search.part], common or learned.values(), most_turns=0)
+        if known.exact and (common or not search.result.exact):
+            search.take(known.exact)
         # A scale from outside explains any scale, and so comes last.
         from_outside = [Explanation(e) for e in search.known if takes_scale(e.steps)]
         is_known = any(not each.takes("scales") for each in search.result.exact)
         if from_outside and search.stated is None and not is_known:
-            found = match([search.case], from_outside, most_turns=1)
-            search.result = found if found.exact else search.result
+            scaled = match([search.case], from_outside, most_turns=1)
+            if scaled.exact:
+                search.result = scaled
 
 
 # Two checkpoints.

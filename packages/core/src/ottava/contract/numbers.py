@@ -93,16 +93,16 @@ def below(numbers: Tensor, name: str) -> Tensor:
     return _below_of_classes(name).take(_classes(numbers))
 
 
-# Searching among magnitudes takes ten times as long as a table of places. Magnitudes, and the
-# numbers halfway between two, have at most eight bits behind the leading one. So the place of a
-# number depends on its sign, its exponent, its first eight bits, and on whether another one is set.
+# A table of places is faster than a search among magnitudes. Magnitudes, and the numbers halfway
+# between two, have at most eight bits behind the leading one. So the place of a number depends on
+# its sign, its exponent, its first eight bits, and on whether another bit is set.
 _OTHERS = 15
 
 
 def _classes(numbers: Tensor) -> Tensor:
-    """Which numbers have the same place whatever the format: a class for each number."""
+    """The class of each number. Numbers of one class have the same place in every format."""
     bits = numbers.contiguous().view(torch.int32)
-    # The mask drops the sign's copies, which the shift puts before it.
+    # The shift puts copies of the sign before it; the mask drops them.
     first = bits >> _OTHERS - 1 & (2 << 32 - _OTHERS) - 2
     others = bits & (1 << _OTHERS) - 1
     return (first | (others != 0)).long()
@@ -110,6 +110,7 @@ def _classes(numbers: Tensor) -> Tensor:
 
 @cache
 def _one_of_each_class() -> Tensor:
+    """A number of each class, in the order of the classes."""
     classes = torch.arange(2 << 32 - _OTHERS)
     return (classes >> 1 << _OTHERS | classes & 1).int().view(torch.float32)
 

@@ -242,9 +242,9 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
     dy_for_dx: Tensor | Quantized = dy
     dy_for_dw: Tensor | Quantized = dy
     if plan.quantize_grad_output is not None:
-        dy_for_dx = dy_for_dw = plan.quantize_grad_output(dy)
-    if plan.w_needs_grad and not plan.wgrad_reads_quantized_dy:
-        dy_for_dw = dy
+        dy_for_dx = plan.quantize_grad_output(dy)
+        if plan.wgrad_reads_quantized_dy:
+            dy_for_dw = dy_for_dx
     dx = dw = db = None
     if plan.x_needs_grad:
         dx = _input_gradient(dy_for_dx, _restored(w_tensors, ctx.w_spec), plan)

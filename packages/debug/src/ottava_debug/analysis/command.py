@@ -94,10 +94,13 @@ def analyze(
     """Say what each recipe would make of a checkpoint's tensors, and which layers should stay in
     BF16."""
     if served is not None:
-        others: dict[str, object] = {"--loss": loss, "--recipe-file": recipe_file, "--base": base}
-        if threshold != _THRESHOLD:
-            others["--threshold"] = threshold
-        _refuse_beside_served([name for name, value in others.items() if value is not None])
+        is_given = {
+            "--loss": loss is not None,
+            "--threshold": threshold != _THRESHOLD,
+            "--recipe-file": recipe_file is not None,
+            "--base": base is not None,
+        }
+        _check_alone([option for option in is_given if is_given[option]])
         _compare(checkpoint, served, recipe, model, data, steps, rows, json_file, html, force)
         return
     from ottava_debug.analysis import output
@@ -138,7 +141,8 @@ def analyze(
         say(f"Written: {path}")
 
 
-def _refuse_beside_served(options: list[str]) -> None:
+def _check_alone(options: list[str]) -> None:
+    """Check that none of the options that ``--served`` does not use is given."""
     if options:
         raise OptionError(
             f"--served with {', '.join(options)}",
