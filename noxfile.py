@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -177,7 +178,11 @@ def install(
     """
     code = "import sys; print('%d%d' % sys.version_info[:2])"
     version = str(session.run("python", "-c", code, silent=True)).strip()
-    wheels = [wheel(session, package, version) for package in ("core", *packages)]
+    # The build of core has a process for each processor, and the other builds have one each. Those
+    # of pip share an environment, so that they come one after the other.
+    wheels = [wheel(session, "core", version)]
+    with ThreadPoolExecutor(None if _uses_uv(session) else 1) as pool:
+        wheels += pool.map(lambda package: wheel(session, package, version), packages)
     paths = [str(path) for path in wheels]
     # The environment of an earlier run has wheels with the same versions and other contents, so
     # they are installed again.
@@ -219,8 +224,10 @@ def _share_bytecode(session: nox.Session, version: str) -> None:
                 cache.symlink_to(shared)
 
 
-def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
-    install(session, *packages, tools=TEST_TOOLS)
+def _test(
+    session: nox.Session, packages: list[str], *arguments: str, tools: Sequence[str] = ()
+) -> None:
+    install(session, *packages, tools=[*TEST_TOOLS, *tools])
     if "debug" in packages:
         # If it cannot be installed, the tests that read it are skipped with the reason.
         session.install("--no-deps", REAL_CHECKPOINT, success_codes=range(256))
@@ -284,9 +291,8 @@ def tests_recipes(session: nox.Session) -> None:
 @nox.session
 def tests_integration(session: nox.Session) -> None:
     """Test all packages together, and the packages that are no recipes."""
-    session.install(MUTATION)
     folders = ["integration", "testing", "demo", "integrations", "debug", "bisect", "verify"]
-    _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
+    _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders), tools=[MUTATION])
 
 
 @nox.session

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nvdlfw_inspect.api as debug_api
 import pytest
-
-import ottava_debug
 
 
 @pytest.fixture
@@ -18,6 +15,12 @@ def initialize(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
     What was initialized before ends.
     """
+    # Not above, because pytest's first process, which only hands out the tests, imports this file,
+    # and torch with it for seconds.
+    import nvdlfw_inspect.api as debug_api
+
+    import ottava_debug
+
     ottava_debug.register_features()
 
     def begin(text: str, **options: Any) -> Path:
