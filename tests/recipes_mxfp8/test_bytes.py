@@ -108,8 +108,8 @@ def test_a_function_under_inductor_has_the_bytes_of_eager_code(
     """It names the recipe. Operators are opaque to a compiler, and it sums the gradient of the bias
     as eager code."""
     torch._dynamo.reset()
-    # The compiler would try out the processor's instructions in two programs, for seconds.
-    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
+    # The compiler would try out the processor's instructions in three programs, for seconds.
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
     # 2.11's compiler cannot trace how a layer gets its first state.
     recipe = "mxfp8" if torch.__version__ < "2.12" else None
     layer = ottava.nn.Linear(64, 40, dtype=torch.bfloat16, recipe=recipe)
