@@ -101,42 +101,57 @@ def test_recipes_are_described_by_data(path: Path, tmp_path: Path) -> None:
     assert (read.recipes[0]["name"], read.autocast) == ("mxfp8", "bfloat16")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_activations_are_recorded_once(reentrant: bool, path: Path) -> None:
-    class Plain(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(torch.relu(self.twice(torch.relu(self.twice(self.first(x))))))
-
-    class Recomputing(Plain):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(super().forward, x, use_reentrant=reentrant)
-
-    found = []
-    for make in (Plain, Recomputing):
-        model, (x, y) = converted(make(), "current"), data()
-        with capture(model, path):
-            loss = torch.nn.functional.mse_loss(model(x.requires_grad_()), y)
-            # A call without gradients in between changes nothing.
-            with torch.no_grad():
-                model(x)
-            loss.backward()
-        found.append(Bundle.read(path))
-    plain, recomputed = found
-    assert recomputed.calls == plain.calls
-    assert recomputed.operands.keys() == plain.operands.keys()
-    assert all(torch.equal(recomputed.operands[n], value) for n, value in plain.operands.items())
+class Plain(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.twice(torch.relu(self.twice(self.first(x))))))
 
 
-def test_a_reentrant_checkpoint_around_the_model_is_recorded_when_it_is_recomputed(
-    path: Path,
-) -> None:
-    model, (x, y) = converted(Model(), "current"), data()
+class Recomputing(Plain):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Recomputing):
+    reentrant = True
+
+
+def recorded(make: type[Model], path: Path, run: Any = None) -> Bundle:
+    """A step whose model is called by ``run(model, x)``."""
+    model, (x, y) = converted(make(), "current"), data()
+    x.requires_grad_()
     with capture(model, path):
-        output = checkpoint(model, x.requires_grad_(), use_reentrant=True)
-        torch.nn.functional.mse_loss(output, y).backward()
-    read = Bundle.read(path)
-    assert read.events == ["forward 0", "backward 0"]
-    assert sorted(call.layer for call in read.calls) == ["first", "last", "twice", "twice"]
+        output = model(x) if run is None else run(model, x)
+        loss = torch.nn.functional.mse_loss(output, y)
+        # A call without gradients in between changes nothing.
+        with torch.no_grad():
+            model(x)
+        loss.backward()
+    return Bundle.read(path)
+
+
+def assert_recorded_alike(found: Bundle, plain: Bundle) -> None:
+    assert found.events == plain.events == ["forward 0", "backward 0"]
+    assert [call.layer for call in found.calls] == ["first", "twice", "twice", "last"]
+    assert found.operands.keys() == plain.operands.keys()
+    assert all(torch.equal(found.operands[n], value) for n, value in plain.operands.items())
+
+
+@pytest.mark.parametrize("make", [Recomputing, Reentrant])
+def test_recomputed_activations_are_recorded_once(make: type[Model], path: Path) -> None:
+    found, plain = recorded(make, path), recorded(Plain, path)
+    assert found.calls == plain.calls
+    assert_recorded_alike(found, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [Plain, Recomputing])
+def test_a_whole_model_that_is_recomputed_is_recorded_once(
+    make: type[Model], reentrant: bool, path: Path
+) -> None:
+    found = recorded(make, path, lambda *call: checkpoint(*call, use_reentrant=reentrant))
+    assert_recorded_alike(found, recorded(Plain, path))
 
 
 def test_events_and_weights_that_are_no_parameters(path: Path) -> None:

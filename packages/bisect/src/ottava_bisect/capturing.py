@@ -4,6 +4,7 @@ import platform
 import random
 import warnings
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from ottava.checkpoint.files import check_memory
 from ottava.checkpoint.flatten import held_tensors
 from ottava.errors import DTypeError, OptionError, UsageError, text_of, translated
 from ottava.filesystem import AnyPath, check_file_target
+from ottava.recipes.execution import NO_BACKWARD, backward_task, repeats_forward
 from ottava.recipes.region import current_region
 from ottava.torch_private import version_of
 from ottava_bisect.bundle import Bundle, LayerCall, norm_of
@@ -22,6 +24,16 @@ from ottava_bisect.recorder import Recorder
 from ottava_bisect.trees import ends, flatten, tensors_of
 from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Inspection, Watch
+
+
+class _Part(Enum):
+    """What a call of the model is to the step."""
+
+    NEW = auto()
+    # Activation checkpointing runs a recorded call again.
+    AGAIN = auto()
+    # It has no gradients, like an evaluation.
+    NONE = auto()
 
 
 class capture:
@@ -35,9 +47,10 @@ class capture:
             loss.backward()
         optimizer.step()
 
-    The step may call the model several times. Calls without gradients are no part of it. Its
-    arguments, and the operands of its layers' products, are copied to the CPU, which needs memory
-    for all of them until the end of the block.
+    The step may call the model several times. Calls without gradients are no part of it. A call in
+    a reentrant checkpoint has gradients, and thereby its place among the calls, when it is
+    recomputed. The step's arguments, and the operands of its layers' products, are copied to the
+    CPU, which needs memory for all of them until the end of the block.
     The block must not be inside an :class:`ottava.autocast` block, but may contain one. The
     optimizer's step comes after the block. A step that raises an exception is written, too, up to
     the exception.
@@ -113,7 +126,7 @@ class capture:
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
         self._depth = 0
-        self._without_grad = False
+        self._part = _Part.NEW
         self.loss: Any = None
         self.grad_norm: float | None = None
         self.written = False
@@ -200,16 +213,19 @@ class capture:
 
     def _inspection(self, layer: Any) -> Inspection | None:
         """What records a layer's call, or None in a call of the model without gradients."""
-        return None if self._without_grad else self._recorder(layer)
+        return None if self._part is _Part.NONE else self._recorder(layer)
 
     def _enter_model(self, model: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
         if self._depth > 1:
             return
-        # A call without gradients, such as an evaluation, is no part of the step.
-        self._without_grad = not torch.is_grad_enabled()
-        if self._without_grad:
-            return
+        self._part = _part_of_step()
+        if self._part is _Part.NEW:
+            self._recorder.begins_recomputed = backward_task() != NO_BACKWARD
+            self._record_call(args, kwargs)
+
+    def _record_call(self, args: Any, kwargs: Any) -> None:
+        """Put the arguments of a call into the bundle, and that it has begun."""
         step, device = self._step, self._step.device
         if torch.is_autocast_enabled(device):
             step.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -225,9 +241,10 @@ class capture:
         self._depth -= 1
         if self._depth:
             return output
-        if self._without_grad:
-            self._without_grad = False
+        part, self._part = self._part, _Part.NEW
+        if part is not _Part.NEW:
             return output
+        self._recorder.begins_recomputed = False
         output = ends(output)
         number = len(self._step.arguments) - 1
         loss = loss_in(output)
@@ -305,6 +322,18 @@ class capture:
         step.operands = {
             f"{i}.{name}": t for i, record in enumerate(passes) for name, t in record.values.items()
         }
+
+
+def _part_of_step() -> _Part:
+    """What a call that begins here is to the step.
+
+    The first run of a call in a reentrant checkpoint has no gradients, and the second one is
+    recorded. In another checkpoint the first run is.
+    """
+    if not torch.is_grad_enabled():
+        return _Part.NONE
+    recomputed = backward_task() != NO_BACKWARD
+    return _Part.AGAIN if recomputed and repeats_forward() else _Part.NEW
 
 
 def _value(name: str, value: Any, *, is_parameter: bool) -> Any:

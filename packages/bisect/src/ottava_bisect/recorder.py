@@ -35,11 +35,17 @@ class Recorder:
 
     Where activations are recomputed, the backward pass belongs to the second forward pass. The
     gradients that it records are then assigned to the last pass of the layer that has none yet.
+
+    Attributes:
+        passes: the recorded passes, in the order of the forward pass.
+        begins_recomputed: whether passes that are recomputed now were not recorded before. So it is
+            with a reentrant checkpoint around the model, whose first call has no gradients.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
         self.passes: list[Pass] = []
+        self.begins_recomputed = False
 
     def __call__(self, layer: Any) -> Inspection | None:
         name = self._names.get(id(layer))
@@ -50,11 +56,7 @@ class Recorder:
         return Recording(self, name, layer)
 
     def find(self, name: str, layer: Any, recomputed: bool) -> Pass:
-        """The pass that begins, or that is recomputed.
-
-        With a reentrant checkpoint around the model its first call has no gradients and is not
-        recorded, so a pass begins when it is recomputed.
-        """
+        """The pass that begins, or that is recomputed."""
         if recomputed:
             for each in reversed(self.passes):
                 if each.name == name and "gradient" not in each.seen:
@@ -71,6 +73,7 @@ class Recording(Inspection):
         self._name = name
         self._layer = layer
         self._pass: Pass | None = None
+        self._is_new = recorder.begins_recomputed
 
     @property
     def record(self) -> Pass:
@@ -79,15 +82,15 @@ class Recording(Inspection):
 
     def _begin(self) -> Pass:
         if self._pass is None:
-            self._pass = self._recorder.find(self._name, self._layer, self.call.recomputed)
+            recomputed = self.call.recomputed and not self._is_new
+            self._pass = self._recorder.find(self._name, self._layer, recomputed)
             self._pass.recipe = self.call.recipe
         return self._pass
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
         # The record begins here, so that it exists even if the layer's quantizer raises before any
-        # operand is observed. A recomputed pass begins later, because only its backward pass tells
-        # which pass is recomputed.
-        if not self.call.recomputed:
+        # operand is observed. Which recorded pass is recomputed, only the backward pass tells.
+        if self._is_new or not self.call.recomputed:
             self._begin()
         return True
 
