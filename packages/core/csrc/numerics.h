@@ -292,11 +292,6 @@ OTTAVA_HD F divide(F a, F b) {
     return a / b;
 }
 
-template <class Format>
-OTTAVA_HD uint8_t quantize_element(float x, float scale) {
-    return static_cast<uint8_t>(encode<Format, float, int32_t>(multiply(x, scale)));
-}
-
 // float32(code) * scale_inv. The sign of the code is put on last, also on NaN, so that the result
 // is the same on machines whose invalid operations give NaNs of different signs.
 template <class Format>

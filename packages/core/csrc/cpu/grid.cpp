@@ -313,20 +313,6 @@ void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Sto
     if (count > 0) Quantization({src, dtype, rows, cols}, element, rule, sides, count).run(threads);
 }
 
-void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square,
-                 bool floor, uint8_t* row_data, uint8_t* row_scales, uint8_t* column_data,
-                 uint8_t* column_scales, int threads) {
-    const int64_t other = square ? kMxBlock : 1;
-    GridSide sides[2];
-    int count = 0;
-    if (row_data != nullptr)
-        sides[count++] = {1, kMxBlock, other, kMxBlock, false, row_data, row_scales};
-    if (column_data != nullptr)
-        sides[count++] = {kMxBlock, 1, kMxBlock, other, false, column_data, column_scales};
-    const ScaleRule rule{true, floor, 0.0f, 0.0f};
-    grid_quantize(src, dtype, rows, cols, static_cast<Stored>(format), rule, sides, count, threads);
-}
-
 void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows,
                int64_t block_cols, float* out, int threads) {
     const Kernels& kernels = active_kernels();

@@ -201,12 +201,6 @@ void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scal
                 void* out, Dtype dtype, int threads);
 void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents,
                          int threads);
-// Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the
-// source. Scales are [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].
-void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square,
-                 bool floor, uint8_t* row_data, uint8_t* row_scales,  // optional
-                 uint8_t* column_data, uint8_t* column_scales,        // optional
-                 int threads);
 void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols,
                bool columnwise, void* out, Dtype dtype, int threads);
 

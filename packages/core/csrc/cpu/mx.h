@@ -69,30 +69,6 @@ struct ColumnLines {
     }
 };
 
-// Raises `columns` (unless null) and two `blocks` to the magnitudes of a line of elements. NaN is
-// ignored.
-template <class Element>
-OTTAVA_INLINE void observe(const typename Element::storage* src, typename Element::storage* columns,
-                           typename Element::storage* blocks) {
-    typedef typename Element::integers V;
-    typedef typename Element::storage Storage;
-    constexpr int64_t count = sizeof(V) / sizeof(Storage);
-    constexpr Storage magnitude = static_cast<Storage>(~Storage{0}) >> 1;
-    const V infinity = V{} + Element::infinity;
-    for (int64_t half = 0; half < kLine; half += kMxBlock) {
-        V best = V{};
-        for (int64_t k = half; k < half + kMxBlock; k += count) {
-            V x = load<V>(src + k) & (V{} + static_cast<decltype(Element::infinity)>(magnitude));
-            x = x > infinity ? V{} : x;
-            if (columns != nullptr) store(columns + k, larger(load<V>(columns + k), x));
-            best = larger(best, x);
-        }
-        const Storage largest = largest_lane(best);
-        Storage& block = blocks[half / kMxBlock];
-        block = largest > block ? largest : block;
-    }
-}
-
 template <class Format>
 void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* exponents) {
     const auto scales = [=](const float* from, uint8_t* to) {
