@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import ottava
 from ottava.checkpoint import save_file

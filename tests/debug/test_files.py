@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.torch import save_file
+from typer.testing import Result
 
 import ottava_debug
 from ottava.errors import OptionError

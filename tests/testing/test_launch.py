@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+import ottava
 from ottava_testing import CheckFailed, launch
+from tests.core.fake_plugins import RECIPE, offers
+from tests.published import published
 
 BODY = f"{__name__}:body"
 
@@ -32,6 +35,8 @@ def body(name: str, mesh: Any, folder: Path) -> None:
     if name == "reads":
         assert torch.is_grad_enabled()
         assert (folder / "given").read_text() == os.environ["GIVEN"] == str(mesh.size())
+    if name == "asks":
+        assert type(ottava.get_recipe("late")).__name__ == "Thing"
 
 
 def test_what_went_wrong_is_told_by_name() -> None:
@@ -62,6 +67,15 @@ def test_one_process_serves_all_launches_until_it_is_gone(monkeypatch: pytest.Mo
             os.waitpid(servers[-1].pid, 0)
     assert servers[0] is servers[1]
     assert servers[1] is not servers[2]
+
+
+def test_ranks_find_a_package_that_was_installed_later(tmp_path: Path) -> None:
+    launch.start_server().kill()
+    assert "late" not in {recipe.name for recipe in ottava.list_recipes()}
+    launch.start_server()
+    entry = offers("late", factory="late_recipe:Thing")
+    with published(tmp_path, "late", late=entry, late_recipe=RECIPE):
+        assert launch.run_on_ranks(BODY, ["asks"]) == {"asks": None}
 
 
 def test_a_process_with_other_threads_is_not_forked() -> None:

@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ottava.recipes import registry
+
 # Seconds that the other ranks have to fail by themselves, once one has failed.
 _GRACE = 3.0
 
@@ -95,6 +97,8 @@ def _fork(rank: int, request: dict[str, Any]) -> int:
         os.environ.update(request["environment"])
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
+        # Packages may have been installed since this process was started.
+        registry.reload()
         _rank(rank, request)
         code = 0
     except SystemExit:
