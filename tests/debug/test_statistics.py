@@ -148,6 +148,14 @@ def test_values_that_are_no_numbers() -> None:
         assert found["cur_amax"] == 1
 
 
+def test_losses_are_those_of_the_finite_values() -> None:
+    x, _ = inputs()
+    x[:, ::3] = math.nan
+    expected = losses(x, quantized("current", "fprop", "activation", x).dequantize(torch.float32))
+    expected = {stat: pytest.approx(expected[stat]) for stat in ("mse", "sqnr", "underflows%")}
+    assert measured(list(expected), x) == expected
+
+
 # -- steps and batches --
 
 

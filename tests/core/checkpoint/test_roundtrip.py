@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ottava
@@ -53,6 +53,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=20)
 @given(STATES)
+@example({"longer than what is read at once": filled(torch.float32, [300_000], 0)})
 def test_the_library_reads_a_file_with_the_documented_checksum(
     state: dict[str, torch.Tensor],
 ) -> None:
