@@ -113,6 +113,8 @@ TEXTS = {
     "int8/allx8/float32/nearest/1.0/own/None/float32": Layout(INT8, (None, 8), epsilon=1),
     "E2M1/1x16/float8_e4m3fn/nearest/0.0/transposed/None/float32/second_level=tensor"
     "/stochastic=True/rotation=16:0xd7e8:columnwise": replace(NVFP4, rotation=ROTATION),
+    "E2M1/1x16/float8_e4m3fn/nearest/0.0/transposed/None/float32/second_level=tensor"
+    "/stochastic=True/rotation=128:0x1:both": replace(NVFP4, rotation=Rotation(128, 1, "both")),
     "MXINT8/16x16/UE5M3/nearest/0.0/own/None/float32/second_level=tensor"
     "/bound=256.0/candidates=1.0x1.5/error=MSE": BOUND,
 }
