@@ -685,6 +685,10 @@ def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_pat
     assert run("q.safetensors", "q.safetensors")[0] == 0
     force = ("--json", "s.safetensors", "--force")
     assert run("q.safetensors", "--source", "s.safetensors", *force)[0] == 2
+    # A file of somebody else.
+    (tmp_path / "notes.json").write_text("[]")
+    pair = ("q.safetensors", "q.safetensors", "--json", "notes.json")
+    assert [run(*pair)[0], run(*pair, "--force")[0]] == [2, 0]
 
 
 def test_the_command_takes_functions_and_contracts(
@@ -727,6 +731,7 @@ def test_the_command_passes_options_on(
 ) -> None:
     code, output = run(f"my_kernels:{function}", "--contract", contract, *options)
     assert code == 0, output
+    assert f"my_kernels:{function}" in output
 
 
 @pytest.mark.parametrize(
