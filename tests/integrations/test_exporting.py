@@ -165,6 +165,16 @@ def test_all_weights_that_a_format_cannot_hold_are_named(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_has_the_layers_and_files_that_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for option, quantized in (("include", "up"), ("exclude", "down")):
+        out = tmp_path / option
+        export_model(model(), out, "fp8", files=[tmp_path / "tokenizer.json"], **{option: "up"})
+        names = load_file(out / "model.safetensors")
+        assert [name for name in names if "scale" in name] == [f"{quantized}.weight_scale_inv"]
+        assert (out / "tokenizer.json").read_text() == "{}"
+
+
 def test_a_format_may_hold_the_scales_of_one_dtype_alone() -> None:
     net = ottava.convert(model(), "rowwise", exclude="lm_head")
     net.up.float()
