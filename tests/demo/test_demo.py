@@ -229,6 +229,20 @@ def test_a_requested_recipe_that_diverges_or_fails_is_no_success(
         demo(tmp_path, recipes=["current"], seed=5)
 
 
+def test_nothing_is_compared_without_the_run_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where no recipe is asked for by name, so that those that fail are left out."""
+
+    def run(recipe: str | None, corpus: object, **options: Any) -> Run:
+        assert recipe is None
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(command, "train", run)
+    with pytest.raises(ZeroDivisionError):
+        demo(tmp_path, recipes=None)
+
+
 @pytest.mark.parametrize(
     ("paces", "announced"),
     [

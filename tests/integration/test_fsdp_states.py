@@ -30,6 +30,7 @@ from tests.fsdp import (
     batches,
     loss_of,
     make,
+    optimizer_of,
     shard,
     state_of,
     train,
@@ -112,6 +113,17 @@ def test_files_and_copies(mesh: DeviceMesh) -> None:
     read = torch.load(file, weights_only=True)
     assert type(read) is torch.Tensor
     assert_same(read, local.high_precision())
+
+
+@on_ranks(2)
+def test_a_copy_begins_its_step_at_a_gather(mesh: DeviceMesh) -> None:
+    """As its forward pass would: weights gathered before it have the scale of the step."""
+    net = make("delayed", GATHERED)
+    train(net, 1)
+    twin = shard(copy.deepcopy(net), mesh, "root")
+    optimizer = optimizer_of(twin)
+    twin.unshard()
+    assert train(twin, optimizer=optimizer) == train(net)
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ from tests.cases import told
 from tests.comparing import assert_same
 from tests.fsdp import assert_states_equal
 from tests.integration.mixed_recipes import delayed_inputs
-from tests.ranks import on_ranks
+from tests.ranks import Collectives, on_ranks
 
 # -- pipelines --
 
@@ -99,8 +99,8 @@ def assert_pipeline(
     block: Any = contextlib.nullcontext,
     per_rank: int = 1,
     **shapes: Any,
-) -> None:
-    """Weights, scales and histories are those of one process."""
+) -> list[Any]:
+    """Weights, scales and histories are those of one process. Returns the stages of this rank."""
     rank, last, count = mesh.get_rank(), mesh.size() - 1, mesh.size() * per_rank
     indices = list(range(rank, count, mesh.size()))
     nets = [convert(stage_of(index), make()) for index in indices]
@@ -122,6 +122,7 @@ def assert_pipeline(
     expected = as_one_process(count, make())
     for net, index in zip(nets, indices, strict=True):
         assert_states_equal(net.state_dict(), expected[index].state_dict(), index)
+    return nets
 
 
 def layers_alone(stage: Any, recipe: Any) -> Any:
@@ -149,6 +150,16 @@ def test_pipelines_of_other_recipes_and_in_blocks(mesh: DeviceMesh) -> None:
     """Of the stage's own group, or of none: ranks of other stages are not asked."""
     assert_pipeline(mesh, delayed_inputs, block=ottava.autocast)
     assert_pipeline(mesh, block=partial(ottava.autocast, amax_reduction_group=own_group()))
+
+
+@on_ranks(2)
+def test_a_stage_leaves_its_pipeline(mesh: DeviceMesh) -> None:
+    """The amaxes of a schedule stay on their rank; those of the steps after it are reduced."""
+    (net,) = assert_pipeline(mesh)
+    for reductions in (0, 1):
+        with Collectives() as collectives:
+            net(torch.ones(1, SIZE)).sum().backward()
+        assert collectives.count == reductions
 
 
 @on_ranks(4)

@@ -78,6 +78,17 @@ def test_an_alias_keeps_the_old_bytes(layout: str) -> None:
     no_stale_transpose(weight)
 
 
+def test_weights_of_one_buffer_keep_their_transposes() -> None:
+    """Those of the first weight are still current when the second one moves into the buffer."""
+    with columnwise_layout("transpose"):
+        quantizer = Float8CurrentScalingQuantizer(E4M3)
+        weights: list[Any] = [quantizer.quantize(torch.randn(6, 8)) for _ in range(2)]
+        for weight, buffer in zip(weights, torch.zeros(96, dtype=U8).split(48), strict=True):
+            replace_raw_data(weight, buffer)
+        for weight in weights:
+            assert_same(weight._transpose, weight._data.t())
+
+
 def test_one_buffer_moves_the_rowwise_data_alone() -> None:
     blocks = MXFP8Quantizer(E4M3).quantize(torch.randn(64, 32))
     columns, buffer = blocks._columnwise_data, torch.zeros(2048, dtype=U8)

@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ottava
 from ottava.checkpoint import flatten_state_dict, load_sharded, save_file, save_sharded
+from ottava.distributed import post_all_gather_processing
 from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, UsageError
 from ottava.recipes.state import RecipeState
+from ottava.tensors import columnwise_layout
 from tests.comparing import assert_same
 from tests.fsdp import assert_states_equal
 from tests.integration.sharded_training import RECIPES, Training, model, whole
@@ -260,8 +262,11 @@ def test_placements(mesh: DeviceMesh, tmp_path: Path) -> None:
 
 @on_ranks(4)
 def test_plain_shards_for_the_writers_of_others(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """With the description of the whole model."""
-    net = Training("current", 1, mesh).net
+    """With the description of the whole model, and without transposes."""
+    with columnwise_layout("transpose"), torch.no_grad():
+        net = Training("current", 1, mesh).net
+        post_all_gather_processing(list(net.parameters()))
+        assert net[0].weight.to_local()._transpose is not None
     flat, metadata = flatten_state_dict(net.state_dict())
     tensors, expected = flatten_state_dict(model("current", 1).state_dict())
     assert metadata == expected

@@ -165,6 +165,16 @@ def test_all_weights_that_a_format_cannot_hold_are_named(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_has_the_layers_and_files_that_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for option, quantized in (("include", "up"), ("exclude", "down")):
+        out = tmp_path / option
+        export_model(model(), out, "fp8", files=[tmp_path / "tokenizer.json"], **{option: "up"})
+        names = load_file(out / "model.safetensors")
+        assert [name for name in names if "scale" in name] == [f"{quantized}.weight_scale_inv"]
+        assert (out / "tokenizer.json").read_text() == "{}"
+
+
 def test_a_format_may_hold_the_scales_of_one_dtype_alone() -> None:
     net = ottava.convert(model(), "rowwise", exclude="lm_head")
     net.up.float()
@@ -446,10 +456,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: object) -> Any:
         return CliRunner().invoke(app, ["export", *map(str, arguments)])
 
-    done = run(source, out, "--to", "mxfp4-pack-quantized")
+    options = ("--activations", "none", "--max-shard-size", 1)
+    done = run(source, out, "--to", "mxfp4-pack-quantized", *options)
     assert done.exit_code == 0, done.output
+    assert "Inputs when served: none" in done.output
     # Without a model, names say what is linear, and what is an embedding or a head.
-    packed = {name for name in load_file(out / "model.safetensors") if "packed" in name}
+    tensors = [[*load_file(file)] for file in out.glob("*.safetensors")]
+    assert all(len(names) == 1 for names in tensors)
+    packed = {name for (name,) in tensors if "packed" in name}
     assert packed == {"down.weight_packed", "up.weight_packed"}
     # A module of the current directory, whose model cannot be made on the meta device.
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -459,8 +473,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_model.exit_code == 0, by_model.output
     amaxes = tmp_path / "amaxes.json"
     amaxes.write_text(json.dumps(AMAXES))
-    options = ("--to", "modelopt-fp8", "--input-amaxes", amaxes, "--verify")
-    checked = run(source, tmp_path / "c", *options)
+    checked = run(
+        source, tmp_path / "c", "--to", "modelopt-fp8", "--input-amaxes", amaxes, "--verify"
+    )
     assert checked.exit_code == 0, checked.output
     assert "formula decodes 2 of 2 weights to the same values" in checked.output
     # What is read is compared with what the recipe of the export makes.

@@ -53,6 +53,10 @@ CONTRACTS = contracts_of_recipes()
 PLAIN = NVFP4Quantizer()
 KERNELS = """from tests.verify.planted import mx
 from tests.verify.test_verify import FLOOR
+import ottava, torch
+COLUMNS = FLOOR.with_usage(False, True)
+WEIGHT = ottava.get_recipe("nvfp4").quantizer("weight")
+OF_ARRAYS = lambda x: FLOOR(torch.from_numpy(x.astype("float32")))
 """
 FLOOR = MXFP8Quantizer(E4M3, scale_rounding="floor")
 RANDOM = NVFP4Quantizer(stochastic_rounding=True).contract
@@ -681,6 +685,10 @@ def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_pat
     assert run("q.safetensors", "q.safetensors")[0] == 0
     force = ("--json", "s.safetensors", "--force")
     assert run("q.safetensors", "--source", "s.safetensors", *force)[0] == 2
+    # A file of somebody else.
+    (tmp_path / "notes.json").write_text("[]")
+    pair = ("q.safetensors", "q.safetensors", "--json", "notes.json")
+    assert [run(*pair)[0], run(*pair, "--force")[0]] == [2, 0]
 
 
 def test_the_command_takes_functions_and_contracts(
@@ -707,6 +715,23 @@ def test_the_command_takes_functions_and_contracts(
     assert code == 1
     assert "all bytes are explained: scales agree with `floor`" in output
     assert "The first that depart" in output
+
+
+@pytest.mark.parametrize(
+    ("function", "contract", "options"),
+    [
+        ("FLOOR", "mxfp8", ["--option", "scale_rounding=floor"]),
+        ("COLUMNS", FLOOR.contract.citation("mxfp8"), ["--usage", "columnwise"]),
+        ("OF_ARRAYS", FLOOR.contract.citation("mxfp8"), ["--numpy"]),
+        ("WEIGHT", "nvfp4", ["--role", "weight"]),
+    ],
+)
+def test_the_command_passes_options_on(
+    run: Callable[..., tuple[int, str]], function: str, contract: str, options: list[str]
+) -> None:
+    code, output = run(f"my_kernels:{function}", "--contract", contract, *options)
+    assert code == 0, output
+    assert f"my_kernels:{function}" in output
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,16 @@ def test_shards_are_quantized_as_the_whole(cls: Any) -> None:
     assert_same(weight.inner_list(), whole.inner_list())
 
 
+def test_weights_of_other_dtypes_are_quantized_apart() -> None:
+    """An infinite scale becomes the largest value of the dtype of the weight."""
+    quantizer = GridQuantizer(Layout(E4M3, (None, None), finite_as="input"))
+    masters = [torch.full((4, 8), 1e-38).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    weights = [quantizer.quantize(torch.zeros_like(master)) for master in masters]
+    quantize_master_weights(weights, masters, None)
+    for weight, master in zip(weights, masters, strict=True):
+        assert_same(weight.inner_list(), quantizer.quantize(master).inner_list())
+
+
 def test_scales_by_a_function() -> None:
     """It sees the amaxes, and the options of the quantizer."""
     quantizer = Floored(ONE_SCALE)

@@ -54,11 +54,13 @@ SOME = [
     [(name, ROWS[kind](boundary(name))) for kind in (0, 1 + number % 3)]
     for number, name in enumerate(NAMES)
 ]
+#: Two shards of 12 rows cut no block of 4, but squares of 8 whose blocks share a scale.
+CUT_SQUARES = ("int8-E8M0-squares", 24)
 
 
 def some_of_the_cases(first: int) -> pytest.MarkDecorator:
     """Every second row of the table from the first on; in the long run each by itself."""
-    some = [case for cases in SOME[first::2] for case in cases]
+    some = [*(case for cases in SOME[first::2] for case in cases), CUT_SQUARES]
     every = [
         pytest.param([case for case in ALL if case[0] == name], id=name, marks=pytest.mark.slow)
         for name in EVERY

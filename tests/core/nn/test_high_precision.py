@@ -155,6 +155,9 @@ def test_other_dtypes_and_layouts_are_torchs() -> None:
         for dtype in (torch.int64, torch.complex64):
             with pytest.raises((RuntimeError, TypeError)):
                 plain(torch.ones(5, 24, dtype=dtype))
+    nested = torch.nested.nested_tensor([torch.randn(rows, 24).bfloat16() for rows in (5, 6)])
+    torchs = torch.nn.functional.linear(nested, ours.weight, ours.bias)
+    assert all(map(torch.equal, ours(nested).unbind(), torchs.unbind()))
     wrong: list[tuple[Any, type[Exception], str]] = [
         (torch.randn(5, 24), RuntimeError, "dtype"),
         ([1.0] * 24, TypeError, "Tensor"),

@@ -3,6 +3,7 @@ package and harm no other."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from enum import Enum
@@ -317,8 +318,12 @@ def test_a_region_sees_packages_and_files_that_changed(
     first, of_file = recipe("mine"), recipe(file)
     assert recipe("mine") is first
     assert recipe(file) is of_file
-    file.write_text("bc")
-    assert recipe(file) is not of_file
+    # Of the same size, and then at the same time.
+    for text in ("b", "cd"):
+        file.write_text(text)
+        os.utime(file, (9, 9))
+        before, of_file = of_file, recipe(file)
+        assert of_file is not before
     (site / "acme_impl.py").write_text(f"{RECIPE}\n    changed = True\n{READER}")
     monkeypatch.delitem(sys.modules, "acme_impl")
     registry.reload()

@@ -119,9 +119,8 @@ def _scales(
 ) -> torch.Tensor:
     algorithm = recipe.scaling_factor_compute_algo
     if algorithm is not None:
-        computed = _checked(
-            algorithm(amax, scale.clone(), fp8_max, recipe), scale, "scaling_factor_compute_algo"
-        )
+        result = algorithm(amax, scale, fp8_max, recipe)
+        computed = _checked(result, scale, "scaling_factor_compute_algo")
         return computed.clamp(max=torch.finfo(torch.float32).max)
     usable = amax.isfinite() & (amax > 0)
     quotient = torch.div(maximum, torch.where(usable, amax, torch.ones_like(amax)))

@@ -149,9 +149,7 @@ class LayerProduct:
         if product is not None:
             return partial(_hardware_product, product, self._dtype, not self._split)
         bias_dtype = None if bias is None else bias.dtype
-        # The memory for decoded operands outlives the call, and training may use it next.
-        with torch.inference_mode(False):
-            plan = _decoding_plan(left, right, bias_dtype, self._dtype)
+        plan = _decoding_plan(left, right, bias_dtype, self._dtype)
         return None if plan is None else plan.multiply
 
 

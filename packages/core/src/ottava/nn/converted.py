@@ -68,6 +68,14 @@ class ConvertedModel(torch.nn.Module):
         by_name = [named if value is own else value for value in (constructor, *arguments)]
         return (_reconstructed, tuple(by_name), *rest)
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        step = self._ottava_step
+        if step is not None and step.model is None:
+            # A copy of a model has a new step. FSDP may gather weights of the copy, and so begin
+            # the step, before its first forward pass.
+            step.model = weakref.ref(self)
+
 
 def add_step(model: torch.nn.Module) -> Step:
     """Have the forward pass of a model be a region, and give the step that its layers begin.
@@ -164,9 +172,6 @@ def _enter(model: ConvertedModel, args: tuple[object, ...]) -> None:
 
 def _begin_eager(step: Step, model: ConvertedModel, training: bool) -> None:
     """Begin the step of a forward pass in eager mode, if it is one of training."""
-    if step.model is None:
-        # A copy of a model has a new step, which does not know the copy.
-        step.model = weakref.ref(model)
     may_begin = step.enter_pipeline(pipeline_pass())
     if may_begin and training:
         step.begin_at_forward(model)
