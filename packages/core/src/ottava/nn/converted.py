@@ -70,11 +70,10 @@ class ConvertedModel(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        step = self._ottava_step
-        if step is not None and step.model is None:
-            # A copy of a model has a new step. FSDP may gather weights of the copy, and so begin
-            # the step, before its first forward pass.
-            step.model = weakref.ref(self)
+        if self._ottava_step is not None:
+            # FSDP may gather weights of a copy, and so begin its step, before its first forward
+            # pass.
+            _introduce(self._ottava_step, self)
 
 
 def add_step(model: torch.nn.Module) -> Step:
@@ -170,8 +169,16 @@ def _enter(model: ConvertedModel, args: tuple[object, ...]) -> None:
     regions.stack.append(region)
 
 
+def _introduce(step: Step, model: ConvertedModel) -> None:
+    """Tell the step of a copy, which is a new one, whose it is."""
+    if step.model is None:
+        step.model = weakref.ref(model)
+
+
 def _begin_eager(step: Step, model: ConvertedModel, training: bool) -> None:
     """Begin the step of a forward pass in eager mode, if it is one of training."""
+    # A class may make its copies by itself, without ``__setstate__``.
+    _introduce(step, model)
     may_begin = step.enter_pipeline(pipeline_pass())
     if may_begin and training:
         step.begin_at_forward(model)
