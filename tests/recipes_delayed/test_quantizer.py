@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from collections.abc import Callable
@@ -173,6 +174,21 @@ def test_a_weight_that_records_nothing_fits_as_well() -> None:
 def kept(recipe: DelayedScaling) -> Any:
     with ottava.quantized_model_init(recipe):
         return ottava.nn.Linear(16, 8, recipe=recipe)
+
+
+def test_a_copy_is_written_with_its_own_scale_while_the_other_goes_on() -> None:
+    layer, x = kept(DelayedScaling(amax_history_len=2)), torch.randn(4, 16)
+    values = torch.ones(8, 16)
+    layer(x)
+    before, after = copy.deepcopy(layer), copy.deepcopy(layer)
+    before.weight.data.copy_(values)
+    layer.weight.data.copy_(1000 * values)
+    for _ in range(3):
+        layer(x)
+    after.weight.data.copy_(values)
+    assert layer.recipe_state.scale[1] != before.recipe_state.scale[1]
+    assert_same(before.weight._data, after.weight._data)
+    assert_same(before.weight._scale_inv, after.weight._scale_inv)
 
 
 def test_a_weight_of_another_quantizer_is_recorded_and_counted_in_its_slot() -> None:
