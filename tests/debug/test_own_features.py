@@ -114,8 +114,8 @@ def begin(tmp_path: Path, initialize: Initialize) -> Callable[..., None]:
     folder.mkdir()
     (folder / "own.py").write_text(FEATURES)
 
-    def with_feature(feature: str, options: str = "") -> None:
-        text = section(feature, options, namespace="ottava")
+    def with_feature(feature: str, options: str = "", more: str = "") -> None:
+        text = section(feature, options, namespace="ottava", more=more)
         initialize(text, feature_dirs=[str(folder)])
 
     return with_feature
@@ -200,10 +200,15 @@ def test_a_feature_that_fails_is_switched_off_for_its_layer(
         assert_results(found, expected)
         with warnings.catch_warnings(action="error"):
             passes(layer, x, dy)
-    # The section, or on_error() for all sections, makes the error stop training.
-    for options, default in ((", on_error: raise", "warn"), ("", "raise")):
+    # The feature, its section, or on_error() for all sections makes the error stop training.
+    policy = "on_error: raise"
+    for own, more, default in (
+        (f", {policy}", "", "warn"),
+        ("", policy, "warn"),
+        ("", "", "raise"),
+    ):
         ottava_debug.on_error(default)
-        begin("Fails", f"how: {how}, tensor: weight{options}")
+        begin("Fails", f"how: {how}, tensor: weight{own}", more)
         ottava_debug.on_error("warn")
         with pytest.raises(PluginError, match=words):
             passes(layer_of("current"), x, dy)

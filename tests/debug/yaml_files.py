@@ -24,13 +24,16 @@ def section(
     name: str = "it",
     layers: str = "layer_types: [layer]",
     namespace: str = "transformer_engine",
+    more: str = "",
 ) -> str:
-    """A section with one feature, whose options are in YAML's flow style."""
+    """A section with one feature, whose options are in YAML's flow style, and another key."""
     enabled = ", ".join(filter(None, ["enabled: True", options]))
+    last = f"  {more}\n" if more else ""
     return (
         f"{name}:\n"
         f"  enabled: True\n"
         f"  layers: {{{layers}}}\n"
         f"  {namespace}:\n"
         f"    {feature}: {{{enabled}}}\n"
+        f"{last}"
     )

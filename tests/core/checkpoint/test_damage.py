@@ -404,6 +404,20 @@ def test_a_forged_index(name: str, tmp_path: Path) -> None:
     assert not target["x"].any()
 
 
+def test_a_file_whose_name_only_begins_as_one_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint.save_sharded({"x": torch.ones(4, 3)}, tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("rank-*")
+    longer = file.rename(f"{file}.bak").name
+
+    def change(body: dict[str, Any]) -> None:
+        body["files"] = {longer: body["files"].pop(file.name)}
+        shards(body)[0]["file"] = longer
+
+    forge(tmp_path / "saved", change)
+    with pytest.raises(CheckpointError, match="names other files than those of a checkpoint"):
+        checkpoint.load_sharded({"x": torch.zeros(4, 3)}, tmp_path / "saved")
+
+
 def test_an_index_that_is_unusual(tmp_path: Path) -> None:
     """An empty shard, and a key that this version does not know."""
     path = tmp_path / "saved"
