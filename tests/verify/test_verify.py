@@ -469,6 +469,7 @@ def test_tensors_that_were_made_in_different_ways(tmp_path: Path) -> None:
     assert causes["a.weight"] == ((floor,),)
     assert causes["b.weight"] == ((says["via-e5m2"],),)
     assert causes["c.weight"] == ((says["truncated"],),)
+    assert all(len(group) == 1 for group in report.groups().values())
 
 
 def test_what_explains_all_tensors_is_kept(tmp_path: Path) -> None:
