@@ -126,6 +126,16 @@ def test_right_checkpoints_have_no_cause(name: str, has_contract: bool, tmp_path
     assert len(report.findings) == 1 + both
 
 
+def test_the_contract_that_is_named_counts_more_than_that_of_the_file(tmp_path: Path) -> None:
+    save_file({"a.weight": FLOOR(SMALL)}, tmp_path / "quantized")
+    source = checkpoint(tmp_path / "source", a__weight=SMALL)
+    for options, status in (({}, "departs"), ({"scale_rounding": "floor"}, "equal")):
+        report = verify_checkpoint(
+            tmp_path / "quantized", source, contract="mxfp8", options=options
+        )
+        assert {finding.status for finding in report.findings} == {status}
+
+
 # Forms of results.
 
 
@@ -687,9 +697,10 @@ def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_pat
     force = ("--json", "s.safetensors", "--force")
     assert run("q.safetensors", "--source", "s.safetensors", *force)[0] == 2
     # A file of somebody else.
-    (tmp_path / "notes.json").write_text("[]")
-    pair = ("q.safetensors", "q.safetensors", "--json", "notes.json")
-    assert [run(*pair)[0], run(*pair, "--force")[0]] == [2, 0]
+    for option in ("json", "html"):
+        (tmp_path / f"notes.{option}").write_text("[]")
+        pair = ("q.safetensors", "q.safetensors", f"--{option}", f"notes.{option}")
+        assert [run(*pair)[0], run(*pair, "--force")[0]] == [2, 0]
 
 
 def test_the_command_takes_functions_and_contracts(
