@@ -207,6 +207,7 @@ def test_only_one_scale_for_the_tensor_is_constant() -> None:
         ({"format": "nvfp4-pack-quantized", "activations": "group"}, "input of 'up' is not known"),
         ({"format": "fp8", "activations": "group"}, "activations 'group' of fp8"),
         ({"format": "fp8", "max_shard_size": 0}, "max_shard_size is 0"),
+        ({"format": "fp8", "max_shard_size": 5e9}, "max_shard_size is 5000000000.0"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:

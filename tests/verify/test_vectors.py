@@ -66,7 +66,8 @@ def test_no_hash_depends_on_the_code_path(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def nvfp4() -> Vectors:
-    return make_vectors(recipe_of("nvfp4"))
+    """Vectors of a recipe that is given by its name."""
+    return make_vectors("nvfp4")
 
 
 def test_the_library_reads_the_file(nvfp4: Vectors, tmp_path: Path) -> None:
