@@ -438,6 +438,18 @@ def test_readers_find_the_values_of_modelopt(tmp_path: Path) -> None:
         assert check.others == ("norm.bias",)
 
 
+def test_the_layers_of_a_check_are_those_of_the_export(tmp_path: Path) -> None:
+    for option, layer in (("include", "up"), ("exclude", "down")):
+        net, out = model(), tmp_path / option
+        export_model(net, out, "modelopt-nvfp4", **{option: "up"})
+        with torch.no_grad():
+            net.get_submodule(layer).weight[3, 5:7] = 0
+        check = check_export(net, out, **{option: "up"})
+        assert (check.weights, check.different) == (1, {layer: 2})
+        with pytest.raises(UsageError, match="Expected: the model, include and exclude"):
+            check_export(net, out)
+
+
 MODULE = f"""
 import torch
 from {__name__} import model
@@ -481,7 +493,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "formula decodes 2 of 2 weights to the same values" in checked.output
     # What is read is compared with what the recipe of the export makes.
     recipe = ("--recipe", "nvfp4", "--option", "four_over_six=weights", "--verify")
-    assert run(source, tmp_path / "e", "--to", "modelopt-nvfp4", *recipe).exit_code == 0
+    for number, layers in enumerate(((), ("--include", "up"), ("--exclude", "up"))):
+        checked = run(source, tmp_path / f"e{number}", "--to", "modelopt-nvfp4", *recipe, *layers)
+        assert checked.exit_code == 0, checked.output
     for arguments, words in (
         ((source, out, "--to", "fp8"), "--force replaces it"),
         ((source, tmp_path / "d"), "neither --to nor --recipe"),

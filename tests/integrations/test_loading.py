@@ -15,7 +15,7 @@ import ottava
 from ottava.checkpoint import load_model, save_model
 from ottava.errors import CheckpointError, OptionError, OttavaError, UsageError
 from ottava_integrations import ServedRecipe, load_quantized, quantized_from
-from ottava_integrations.formats import SCHEMES, Scheme, published_tensors
+from ottava_integrations.formats import SCHEMES, Scheme, published_tensors, scheme_of
 from ottava_integrations.formats.configurations import other_files, quantization_config
 from ottava_integrations.formats.schemes import Library
 from tests.comparing import assert_same, unchanged
@@ -147,6 +147,12 @@ def test_the_backward_pass_of_another_recipe(tmp_path: Path) -> None:
     assert report.layers["up"].backward == "high_precision"
     with pytest.raises(OptionError, match="reads columns of the weight"):
         load_quantized(Net().bfloat16(), tmp_path / "a", training="mxfp8")
+    # The forward pass stays that of the file.
+    checkpoint(tmp_path / "b", scheme_of("float-quantized", "tensor"), "token")
+    report = load_quantized(Net().bfloat16(), tmp_path / "b", training=high)
+    assert report.layers["up"] == ServedRecipe("float-quantized", "tensor", "token", high)
+    with pytest.raises(OptionError, match="trainable is 1"):
+        load_quantized(Net(), tmp_path / "b", trainable=1)  # type: ignore[arg-type]
 
 
 def test_a_loaded_model_is_saved_and_loaded(tmp_path: Path) -> None:

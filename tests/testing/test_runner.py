@@ -163,7 +163,8 @@ def test_what_is_put_together_is_checked_by_what_its_layers_keep(tmp_path: Path)
     file.write_text('default = "delayed"\n')
     assert Subject(str(file)).spec.stateful
     assert Subject(delayed.DelayedScaling()).spec.stateful
-    report = check_recipe(file, only=["flags", "equality", "copy", "state-moves", "state-dict"])
+    names = ["flags", "equality", "copy", "state-moves", "state-dict"]
+    report = check_recipe(file, only=iter(names))
     assert report.count("passed") == 5, str(report)
 
 
@@ -188,6 +189,7 @@ REFUSED: dict[str, tuple[type[Exception], Any, dict[str, Any]]] = {
     r"layers is \[\]": (OptionError, Rows(), {"layers": []}),
     r"layers is \['a', 'a'\]": (OptionError, Rows(), {"layers": ["a", "a"]}),
     "'x' is no promise.*relative_error": (OptionError, Rows(), {"promises": {"x": 1}}),
+    "'factory' is no promise": (OptionError, Rows(), {"promises": {"factory": "a:b"}}),
     "relative_error .x. of recipe": (OptionError, Rows(), {"promises": {"relative_error": "x"}}),
     "only 'copi' is no check.*such as .*copy": (OptionError, Rows(), {"only": ["copi"]}),
     "the expected failure 'copi' is no check": (

@@ -3,14 +3,14 @@
 import importlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ottava.errors import UsageError
+from ottava.errors import UsageError, listed
 from ottava.filesystem import AnyPath, as_path
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.conversion import Filter
@@ -77,7 +77,7 @@ def check_export(
         folder: the export.
 
     Raises:
-        UsageError: the library is not installed.
+        UsageError: the library is not installed; or other layers would be quantized now.
         CheckpointError: the folder is damaged.
     """
     source = open_published(folder)
@@ -86,6 +86,7 @@ def check_export(
     plan = plan_export(
         model, format, recipe=recipe, include=include, exclude=exclude, check_inputs=False
     )
+    _check_layers(source.published.layers.keys(), plan.schemes().keys())
     different: dict[str, int] = {}
     others: list[str] = []
     count = 0
@@ -105,6 +106,15 @@ def check_export(
             others.append(name)
     logits, reason = _logits(model, as_path(folder), source)
     return ExportCheck(reader, count, different, tuple(others), logits, reason)
+
+
+def _check_layers(exported: Set[str], planned: Set[str]) -> None:
+    """Refuse to compare an export with a model of which other layers would be quantized."""
+    if others := sorted(exported ^ planned):
+        raise UsageError(
+            f"{listed(others)} would be quantized in one of the export and the model, not in both",
+            expected="the model, include and exclude of the export",
+        )
 
 
 def _count_different(found: Tensor, expected: Tensor) -> int:
