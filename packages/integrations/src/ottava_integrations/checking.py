@@ -77,7 +77,7 @@ def check_export(
         folder: the export.
 
     Raises:
-        UsageError: the library is not installed; or other layers would be quantized now.
+        UsageError: the library is not installed; or the model would have other quantized layers.
         CheckpointError: the folder is damaged.
     """
     source = open_published(folder)
@@ -112,8 +112,9 @@ def _check_layers(exported: Set[str], planned: Set[str]) -> None:
     """Refuse to compare an export with a model of which other layers would be quantized."""
     if others := sorted(exported ^ planned):
         raise UsageError(
-            f"{listed(others)} would be quantized in one of the export and the model, not in both",
+            f"the export and the model would not have the same quantized layers: {listed(others)}",
             expected="the model, include and exclude of the export",
+            remedy="check with the arguments that export_model was given",
         )
 
 

@@ -88,6 +88,7 @@ def _update_by_functions(
     formats = [dtype for state in states for dtype in state.formats]
     for dtype in dict.fromkeys(formats):
         of_dtype = torch.tensor([other == dtype for other in formats], device=scale.device)
+        # A mask makes copies, to which the function of a user may write.
         new_scale[of_dtype] = _scales(
             recipe, amax[of_dtype], scale[of_dtype], maximum[of_dtype], fp8_format(dtype).max
         )
