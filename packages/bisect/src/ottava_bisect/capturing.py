@@ -32,7 +32,7 @@ class _Part(Enum):
     NEW = auto()
     # Activation checkpointing runs a recorded call again.
     AGAIN = auto()
-    # It has no gradients, like an evaluation.
+    # A call without gradients, as of an evaluation, is no part of the step.
     NONE = auto()
 
 
@@ -48,9 +48,10 @@ class capture:
         optimizer.step()
 
     The step may call the model several times. Calls without gradients are no part of it. A call in
-    a reentrant checkpoint has gradients, and thereby its place among the calls, when it is
-    recomputed. The step's arguments, and the operands of its layers' products, are copied to the
-    CPU, which needs memory for all of them until the end of the block.
+    a reentrant checkpoint is recorded when it is recomputed, because only then has it gradients,
+    and comes after the calls that were recorded before. The step's arguments, and the operands of
+    its layers' products, are copied to the CPU, which needs memory for all of them until the end of
+    the block.
     The block must not be inside an :class:`ottava.autocast` block, but may contain one. The
     optimizer's step comes after the block. A step that raises an exception is written, too, up to
     the exception.
