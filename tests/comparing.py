@@ -5,13 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 SHOWN = 5
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Result(NamedTuple):
+    """The note of one of several results. It is put into words only where something differs,
+    because a note may have whole tensors."""
+
+    note: object
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.note} result {self.number}".strip()
 
 
 def assert_same(got: Any, expected: Any, inputs: Any = None, note: object = "") -> None:
@@ -24,7 +35,7 @@ def assert_same(got: Any, expected: Any, inputs: Any = None, note: object = "") 
     if isinstance(expected, tuple | list) and not all(isinstance(e, int | float) for e in expected):
         assert len(got) == len(expected), f"{note}: {len(got)} results, expected {len(expected)}"
         for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-            assert_same(mine, theirs, inputs, f"{note} result {i}".strip())
+            assert_same(mine, theirs, inputs, _Result(note, i))
         return
     if expected is None or got is None:
         assert got is expected, f"{note}: got {got}, expected {expected}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ with contextlib.suppress(ImportError):
 # Threads that wait for each other would otherwise spin, at the cost of the other processes, whose
 # processors they hold.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The compiler would first compile its headers for later files, in five seconds, but few tests have
+# C++ written.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each processor, so more threads would only take turns. Before torch
     # starts its own; the processes that tests start inherit it.
@@ -57,7 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Forks the process of the ranks before a test has done anything, if a test may need it."""
+    """Forks the process of the ranks before a test has done anything, if a test may need it.
+
+    What is imported by now lives as long as the process, so the garbage collector need not look at
+    it in each of its rounds.
+    """
+    gc.freeze()
     ranks = sys.modules.get("tests.ranks")
     if ranks is not None and session.items and not session.config.option.collectonly:
         ranks.Forker.current()
@@ -65,10 +74,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
-    """A test draws the same numbers in each run, whatever ran before it."""
+    """A test draws the same numbers in each run, whatever ran before it.
+
+    ``torch.manual_seed`` would keep a stack trace for each kind of device that is not there, which
+    takes a millisecond.
+    """
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

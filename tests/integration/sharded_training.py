@@ -46,10 +46,14 @@ class Training:
                 fully_shard(part, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01 * seed)
         self.steps = 0
+        self.has_garbage = True
 
     def step(self) -> float:
-        # Each rank collects garbage at its own time, and garbage would take part in reductions.
-        gc.collect()
+        # Each rank collects garbage at its own time, and a training that is garbage would take part
+        # in reductions.
+        if self.has_garbage:
+            gc.collect()
+            self.has_garbage = False
         rank = dist.get_rank() if dist.is_initialized() else 0
         data = torch.Generator().manual_seed(100 * self.steps + rank)
         x = torch.randn(32, 40, generator=data) * (1 + rank)
@@ -69,7 +73,7 @@ class Training:
         loaded: dict[str, Any] = load_sharded(self.state(), path, group=self.group)
         parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
         set_state_dict(self.net, self.optimizer, **parts)
-        self.steps = loaded["steps"]
+        self.steps, self.has_garbage = loaded["steps"], True
         return loaded
 
 
