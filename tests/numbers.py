@@ -12,26 +12,24 @@ import bisect
 import math
 import struct
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 FLT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 #: Dtype of an input -> bits of its significand, its largest exponent, and its least exponent.
 DTYPES = {"float32": (24, 127, -126), "bfloat16": (8, 127, -126), "float16": (11, 15, -14)}
 
 
-def _float32(value: float) -> float:
-    """The nearest float32, by the rounding of ``struct``, which is fast."""
-    try:
-        (result,) = struct.unpack("<f", struct.pack("<f", value))
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return float(result)
+_FLOAT32 = struct.Struct("<f")
 
 
 def rounded(value: float, dtype: str = "float32") -> float:
     """A number rounded to the nearest one of a dtype, to the even one of two, as IEEE 754 says."""
     if dtype == "float32":
-        return _float32(value)
+        # The rounding of ``struct`` is the fastest.
+        try:
+            return _FLOAT32.unpack(_FLOAT32.pack(value))[0]  # type: ignore[no-any-return]
+        except OverflowError:
+            return math.copysign(math.inf, value)
     if value == 0 or not math.isfinite(value) or dtype == "float64":
         return value
     bits, largest, least = DTYPES[dtype]
@@ -173,6 +171,7 @@ def format_of(name: str) -> Format:
     raise KeyError(name)
 
 
+@lru_cache(1 << 10)
 def philox(seed: int, block: int, stream: int) -> tuple[int, int, int, int]:
     """The four words of Philox4x32-10 (Salmon and others, 2011).
 

@@ -190,32 +190,27 @@ def unpack(data: list[int]) -> list[int]:
 def dequantize_rows(
     data: Rows, scales: Rows, layout: Layout, dtype: torch.dtype, amaxes: list[float]
 ) -> Rows:
-    """The values of stored rows; columnwise data are rows after they are transposed."""
-    packed = ELEMENTS[NAMES[layout.element]].bits == 4
+    """The values of stored rows; columnwise data are rows after they are transposed.
+
+    A value is ``float32(element) * scale``, rounded to float32, then to ``dtype``; float64 is
+    exact. A second level has the factor ``amax / (bound * max)`` besides.
+    """
+    made, element = steps(layout), ELEMENTS[NAMES[layout.element]]
+    factors = [rounded(amax / scalar.top(made)) for amax in amaxes] or [None]
+    height, width = layout.block
     values = []
     for i, row in enumerate(data):
-        amax = amaxes[min(i, len(amaxes) - 1)] if amaxes else None
+        stored = scales[i // height if height else 0]
+        of_blocks = [scalar.scale_number(made.scale, each) for each in stored]
+        factor = factors[min(i, len(factors) - 1)]
         line = []
-        for j, code in enumerate(unpack(row) if packed else row):
-            down, across = (at // side if side else 0 for at, side in zip((i, j), layout.block))
-            line.append(dequantize(code, scales[down][across], layout, dtype, amax))
+        for j, code in enumerate(unpack(row) if element.bits == 4 else row):
+            # Exact: a float64 has the product of an element and of a float32 or a power of two.
+            value = element.values[code] * of_blocks[j // width if width else 0]
+            if dtype is not torch.float64 or layout.scale is not torch.float8_e8m0fnu:
+                value = rounded(value)
+                value = value if factor is None else rounded(value * factor)
+                value = rounded(value, DTYPES[dtype])
+            line.append(value)
         values.append(line)
     return values
-
-
-def dequantize(
-    code: int, stored: float, layout: Layout, dtype: torch.dtype, amax: float | None = None
-) -> float:
-    """``float32(element) * scale``, rounded to float32, then to ``dtype``; float64 is exact.
-
-    ``amax`` is that of the second level, whose factor is ``amax / (bound * max)``.
-    """
-    made = steps(layout)
-    # The product of an element and of a float32 or a power of two is exact as a Python float.
-    product = decode(code, NAMES[layout.element]) * scalar.scale_number(made.scale, stored)
-    if dtype is torch.float64 and layout.scale is torch.float8_e8m0fnu:
-        return product
-    value = rounded(product)
-    if amax is not None:
-        value = rounded(value * rounded(amax / scalar.top(made)))
-    return rounded(value, DTYPES[dtype])

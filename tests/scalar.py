@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import NamedTuple, cast
 
 from ottava.contract import Contract, Element, Scale, Storage
@@ -382,6 +382,11 @@ class Quantization:
 
     # Steps 6 and 7.
 
+    @cached_property
+    def format(self) -> numbers.Format:
+        """That of the elements."""
+        return format_of(self.steps.element.format)
+
     def codes(self, values: Matrix, spans: Spans, multiplier: float) -> list[list[int]]:
         """The codes of a block."""
         result = []
@@ -394,16 +399,16 @@ class Quantization:
 
     def element(self, value: float, place: int) -> int:
         """The code of a number; its place in the tensor decides where it is rounded at random."""
-        step, fmt = self.steps.element, format_of(self.steps.element.format)
+        step = self.steps.element
         if math.isnan(value):
             return step.nan
         value = min(max(value, step.least), step.maximum)
         if self.steps.random is None:
-            code = fmt.nearest(abs(value))
+            code = self.format.nearest(abs(value))
         else:
             word = numbers.philox(self.seed, place // 4, self.steps.random.stream)[place % 4]
-            code = fmt.at_random(abs(value), word)
-        return fmt.code(code, negative=math.copysign(1.0, value) < 0)
+            code = self.format.at_random(abs(value), word)
+        return self.format.code(code, negative=math.copysign(1.0, value) < 0)
 
     def storage(
         self, codes: list[list[int]], shape: Place, scales: Matrix, amax: Matrix | None
