@@ -30,11 +30,9 @@ def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     """The high and the low word of the product of two words."""
-    # int64 has no room for the whole product, so b is multiplied in two halves.
-    upper, lower = a * (b >> 16), a * (b & 0xFFFF)
-    high = (upper + (lower >> 16)) >> 16
-    low = (((upper & 0xFFFF) << 16) + lower) & _MASK
-    return high, low
+    # The product of 64 bits wraps around in int64, and has the right bits.
+    product = a * b
+    return product >> 32 & _MASK, product & _MASK
 
 
 def random_words(seed: Tensor, places: Tensor, stream: int) -> Tensor:
