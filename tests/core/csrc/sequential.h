@@ -9,6 +9,7 @@
 // results that depend on it are races.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -46,12 +47,35 @@ inline void require_aligned(const void* address, size_t bytes) {
 namespace sequential {
 
 constexpr size_t kStackBytes = 128 << 10;
+
+// Where a stack goes on. A context has the mask of signals besides, which takes two system calls,
+// so contexts only begin a stack; but the sanitizers do not follow jumps from one to the other.
+#if defined(__SANITIZE_ADDRESS__)
+typedef ucontext_t Place;
+inline void change(Place& from, const Place& to) {
+    swapcontext(&from, &to);
+}
+inline void begin(Place& from, const ucontext_t& to) {
+    swapcontext(&from, &to);
+}
+#else
+typedef jmp_buf Place;
+inline void change(Place& from, Place& to) {
+    if (_setjmp(from) == 0) _longjmp(to, 1);
+}
+inline void begin(Place& from, const ucontext_t& to) {
+    if (_setjmp(from) == 0) setcontext(&to);
+}
+#endif
+
 enum class Waiting { no, for_block, for_warp, ended };
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t start;
+    Place place;
     std::unique_ptr<char[]> stack;
-    Waiting waiting;
+    bool has_started = false;
+    Waiting waiting = Waiting::no;
     uint32_t given;  // to the warp
 };
 
@@ -64,51 +88,56 @@ inline Block*& running() {
 }
 
 class Block {
-    ucontext_t scheduler_;
+    Place scheduler_;
     std::vector<Fiber> fibers_;
     std::exception_ptr error_;
     int current_ = 0;
     void (*body_)(void*, Block&, int) = nullptr;
     void* argument_ = nullptr;
 
-    // The sanitizers want to know of every change of stacks.
     void enter(int thread) {
         current_ = thread;
+        Fiber& fiber = fibers_[thread];
+        const bool is_first = !std::exchange(fiber.has_started, true);
+        // The sanitizers want to know of every change of stacks.
 #if defined(__SANITIZE_ADDRESS__)
         void* fake = nullptr;
-        __sanitizer_start_switch_fiber(&fake, fibers_[thread].stack.get(), kStackBytes);
-        swapcontext(&scheduler_, &fibers_[thread].context);
+        __sanitizer_start_switch_fiber(&fake, fiber.stack.get(), kStackBytes);
+#endif
+        if (is_first)
+            begin(scheduler_, fiber.start);
+        else
+            change(scheduler_, fiber.place);
+#if defined(__SANITIZE_ADDRESS__)
         __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#else
-        swapcontext(&scheduler_, &fibers_[thread].context);
 #endif
     }
 
+    // A fiber is a thread of each block in turn.
     static void entry() {
         Block& block = *running();
 #if defined(__SANITIZE_ADDRESS__)
         __sanitizer_finish_switch_fiber(nullptr, &block.scheduler_stack_, &block.scheduler_size_);
 #endif
-        try {
-            block.body_(block.argument_, block, block.current_);
-        } catch (...) {
-            block.error_ = std::current_exception();
+        while (true) {
+            try {
+                block.body_(block.argument_, block, block.current_);
+            } catch (...) {
+                block.error_ = std::current_exception();
+            }
+            block.wait(Waiting::ended);
         }
-        block.fibers_[block.current_].waiting = Waiting::ended;
-        block.leave(true);
     }
 
-    void leave(bool for_good) {
+    void leave() {
         Fiber& self = fibers_[current_];
 #if defined(__SANITIZE_ADDRESS__)
         void* fake = nullptr;
-        __sanitizer_start_switch_fiber(for_good ? nullptr : &fake, scheduler_stack_,
-                                       scheduler_size_);
-        swapcontext(&self.context, &scheduler_);
+        __sanitizer_start_switch_fiber(&fake, scheduler_stack_, scheduler_size_);
+        change(self.place, scheduler_);
         __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #else
-        (void)for_good;
-        swapcontext(&self.context, &scheduler_);
+        change(self.place, scheduler_);
 #endif
     }
 
@@ -127,13 +156,20 @@ public:
     int64_t number = 0, blocks = 0;
 
     explicit Block(int threads) : fibers_(static_cast<size_t>(threads)) {
-        for (Fiber& fiber : fibers_) fiber.stack.reset(new char[kStackBytes]);
+        for (Fiber& fiber : fibers_) {
+            fiber.stack.reset(new char[kStackBytes]);
+            getcontext(&fiber.start);
+            fiber.start.uc_stack.ss_sp = fiber.stack.get();
+            fiber.start.uc_stack.ss_size = kStackBytes;
+            fiber.start.uc_link = nullptr;
+            makecontext(&fiber.start, &Block::entry, 0);
+        }
     }
 
     void wait(Waiting what) {
         fibers_[current_].waiting = what;
         const int self = current_;
-        leave(false);
+        leave();
         current_ = self;
     }
 
@@ -148,14 +184,7 @@ public:
     void run(void (*body)(void*, Block&, int), void* argument, const std::vector<int>& order) {
         body_ = body;
         argument_ = argument;
-        for (Fiber& fiber : fibers_) {
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.get();
-            fiber.context.uc_stack.ss_size = kStackBytes;
-            fiber.context.uc_link = nullptr;
-            fiber.waiting = Waiting::no;
-            makecontext(&fiber.context, &Block::entry, 0);
-        }
+        release(0, fibers_.size());
         running() = this;
         const size_t count = fibers_.size();
         while (!all(0, count, Waiting::ended)) {

@@ -12,11 +12,7 @@ namespace {
 
 using namespace ottava;
 using ottava::cuda::OnDevice;
-using ottava::cuda::Stream;
-
-Stream stream_of(Address stream) {
-    return reinterpret_cast<Stream>(stream);
-}
+using ottava::cuda::stream_of;
 
 void amax(Address src, int dtype, int64_t n, Address scratch, Address out, int device,
           Address stream) {

@@ -44,6 +44,11 @@ public:
 #endif
 };
 
+// The stream that Python names by its address.
+inline Stream stream_of(Address stream) {
+    return reinterpret_cast<Stream>(stream);
+}
+
 void bind_grid(py::module_& m);
 void bind_levels(py::module_& m);
 void bind_multi(py::module_& m);

@@ -10,10 +10,6 @@
 namespace ottava::cuda {
 namespace {
 
-Stream stream_of(Address stream) {
-    return reinterpret_cast<Stream>(stream);
-}
-
 void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents,
                            int device, Address stream) {
     const OnDevice guard(device);
@@ -21,9 +17,10 @@ void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Addr
                         at<uint8_t>(exponents), stream_of(stream));
 }
 
-void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool e8m0,
-                    bool floor, float epsilon, float largest, const SideArguments& row_side,
-                    const SideArguments& column_side, Address scratch, int device, Address stream) {
+void bound_grid_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool e8m0,
+                         bool floor, float epsilon, float largest, const SideArguments& row_side,
+                         const SideArguments& column_side, Address scratch, int device,
+                         Address stream) {
     const ScaleRule rule{e8m0, floor, epsilon, largest};
     const GridSide by_row = side_of(row_side), by_column = side_of(column_side);
     const OnDevice guard(device);
@@ -31,9 +28,9 @@ void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int form
                   fp8_of(format), rule, by_row, by_column, at<float>(scratch), stream_of(stream));
 }
 
-void bound_decode(Address data, int format, int64_t rows, int64_t cols, Address scales, bool e8m0,
-                  int64_t block_rows, int64_t block_cols, Address out, int dtype, int device,
-                  Address stream) {
+void bound_grid_decode(Address data, int format, int64_t rows, int64_t cols, Address scales,
+                       bool e8m0, int64_t block_rows, int64_t block_cols, Address out, int dtype,
+                       int device, Address stream) {
     const OnDevice guard(device);
     grid_decode(at<const uint8_t>(data), fp8_of(format), size_of(rows), size_of(cols),
                 at<const void>(scales), e8m0, size_of(block_rows), size_of(block_cols),
@@ -59,8 +56,8 @@ void bound_epilogue32(Address acc, int64_t rows, int64_t cols, const Last& last,
 
 void bind_grid(py::module_& m) {
     m.def("mx_scale_from_amax", &bound_scale_from_amax);
-    m.def("grid_quantize", &bound_quantize);
-    m.def("grid_decode", &bound_decode);
+    m.def("grid_quantize", &bound_grid_quantize);
+    m.def("grid_decode", &bound_grid_decode);
     m.def("epilogue32", &bound_epilogue32);
 }
 

@@ -8,17 +8,14 @@
 namespace ottava::cuda {
 namespace {
 
-Stream stream_of(Address stream) {
-    return reinterpret_cast<Stream>(stream);
-}
-
-int64_t bound_scratch(const LevelsLayout& layout, int64_t rows, int64_t cols) {
+int64_t bound_levels_scratch(const LevelsLayout& layout, int64_t rows, int64_t cols) {
     return levels_scratch(layout, size_of(rows), size_of(cols));
 }
 
-void bound_quantize(const LevelsLayout& layout, Address src, int dtype, int64_t rows, int64_t cols,
-                    Address seed, int64_t first_row, const LevelsTuple& by_row,
-                    const LevelsTuple& by_column, Address scratch, int device, Address stream) {
+void bound_levels_quantize(const LevelsLayout& layout, Address src, int dtype, int64_t rows,
+                           int64_t cols, Address seed, int64_t first_row, const LevelsTuple& by_row,
+                           const LevelsTuple& by_column, Address scratch, int device,
+                           Address stream) {
     check_strips(layout);
     check_levels(!layout.stochastic || seed != 0, "a stochastic layout without a seed");
     const LevelsResults results[] = {levels_results_of(by_row), levels_results_of(by_column)};
@@ -28,9 +25,9 @@ void bound_quantize(const LevelsLayout& layout, Address src, int dtype, int64_t 
                     stream_of(stream));
 }
 
-void bound_decode(const LevelsLayout& layout, Address data, int64_t rows, int64_t cols,
-                  Address scales, int64_t block_rows, int64_t block_cols, Address amaxes,
-                  bool by_column, Address out, int dtype, int device, Address stream) {
+void bound_levels_decode(const LevelsLayout& layout, Address data, int64_t rows, int64_t cols,
+                         Address scales, int64_t block_rows, int64_t block_cols, Address amaxes,
+                         bool by_column, Address out, int dtype, int device, Address stream) {
     const LevelsData from{at<const uint8_t>(data), size_of(rows),
                           size_of(cols),           at<const void>(scales),
                           size_of(block_rows),     size_of(block_cols),
@@ -44,9 +41,9 @@ void bound_decode(const LevelsLayout& layout, Address data, int64_t rows, int64_
 void bind_levels(py::module_& m) {
     // The module of the CPU's kernels may have a class of this layout as well.
     py::class_<LevelsLayout>(m, "LevelsPlan", py::module_local()).def(py::init(&levels_layout_of));
-    m.def("levels_scratch", &bound_scratch);
-    m.def("levels_quantize", &bound_quantize);
-    m.def("levels_decode", &bound_decode);
+    m.def("levels_scratch", &bound_levels_scratch);
+    m.def("levels_quantize", &bound_levels_quantize);
+    m.def("levels_decode", &bound_levels_decode);
 }
 
 }  // namespace ottava::cuda

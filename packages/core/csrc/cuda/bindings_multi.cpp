@@ -6,10 +6,6 @@
 namespace ottava::cuda {
 namespace {
 
-Stream stream_of(Address stream) {
-    return reinterpret_cast<Stream>(stream);
-}
-
 void multi_amax_of(const std::vector<Source>& tensors, Address out, int device, Address stream) {
     const auto jobs = jobs_of(tensors, source_of);
     const OnDevice guard(device);
