@@ -8,6 +8,7 @@ new folder ``recipes-x`` gets its sessions without a change here.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -15,9 +16,10 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -151,16 +153,28 @@ def _build(session: nox.Session, source: Path, folder: Path, *kinds: str) -> Non
         )
 
 
-def wheel(session: nox.Session, package: str, version: str) -> Path:
-    """The package's wheel for this version of Python, built once for each state of its sources."""
+def wheel(
+    session: nox.Session, package: str, version: str, beside: Callable[[], None] | None = None
+) -> Path:
+    """The package's wheel for this version of Python, built once for each state of its sources.
+
+    Args:
+        session: the session whose interpreter builds.
+        package: the folder of the package.
+        version: of Python.
+        beside: what is done while the wheel is built, if it has to be built.
+    """
     source = PACKAGES / package
     folder = WHEELHOUSE / f"{package}-{version}-{_fingerprint(source)}"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    with (folder / "lock").open("w") as lock, ThreadPoolExecutor() as pool:
         # Another session may build the same package now.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(folder.glob("*.whl")):
+            done = pool.submit(beside) if beside is not None else None
             _build(session, source, folder, "--wheel")
+            if done is not None:
+                done.result()
     return next(folder.glob("*.whl"))
 
 
@@ -178,9 +192,11 @@ def install(
     """
     code = "import sys; print('%d%d' % sys.version_info[:2])"
     version = str(session.run("python", "-c", code, silent=True)).strip()
-    # The build of core has a process for each processor, and the other builds have one each. Those
-    # of pip share an environment, so that they come one after the other.
-    wheels = [wheel(session, "core", version)]
+    prepare = functools.partial(_prepare, session, version, [torch_requirement(), *tools])
+    # The build of core ends with one long file, beside which a processor is free.
+    wheels = [wheel(session, "core", version, prepare if _uses_uv(session) and not torch else None)]
+    # The other builds have one process each. Those of pip share an environment, so that they come
+    # one after the other.
     with ThreadPoolExecutor(None if _uses_uv(session) else 1) as pool:
         wheels += pool.map(lambda package: wheel(session, package, version), packages)
     paths = [str(path) for path in wheels]
@@ -200,6 +216,13 @@ def install(
     session.install(torch or torch_requirement(), *tools, *paths, *again, env=environment)
     if _uses_uv(session):
         _share_bytecode(session, version)
+
+
+def _prepare(session: nox.Session, version: str, libraries: list[str]) -> None:
+    """Install libraries, and import those whose bytecode every process of the tests needs."""
+    session.install(*libraries)
+    _share_bytecode(session, version)
+    session.run("python", "-c", "import torch._dynamo, torch.distributed.fsdp", env=KEEP_BYTECODE)
 
 
 def _share_bytecode(session: nox.Session, version: str) -> None:
@@ -237,11 +260,57 @@ def _test(
     session.run(*command, env=KEEP_BYTECODE, success_codes=passed)
 
 
-@nox.session
+@nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """Test core alone, each recipe alone with core, then all packages together."""
-    for name in ("tests_core", "tests_recipes", "tests_integration"):
-        session.notify(name, session.posargs)
+    """Test core alone, each recipe alone with core, then all packages together.
+
+    Recipes are tested one after the other beside the rest, so that no processor waits for the
+    installation of the next session. What a recipe's session prints comes in one piece.
+    """
+    failed: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        recipes = pool.submit(_failed_recipes, session, 1)
+        for name in ("tests_core", "tests_integration"):
+            if _in_own_nox(session, name).returncode:
+                failed.append(name)
+        failed += recipes.result()
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+def _in_own_nox(
+    session: nox.Session, name: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run another session, whose arguments are those of this one, in a process."""
+    command = [sys.executable, "-m", "nox", "-s", name, "--", *session.posargs]
+    return subprocess.run(command, cwd=ROOT, text=True, **options)
+
+
+def _failed_recipes(session: nox.Session, at_once: int) -> list[str]:
+    """Run ``tests_recipe`` for every recipe, in one process each, and print what each printed.
+
+    A recipe has one long chain of tests that share compiled code and ranks, so that a second
+    process would soon have nothing to do.
+    """
+    environment = {**os.environ, TEST_PROCESSES: "0", "OMP_NUM_THREADS": "1"}
+
+    def run(recipe: str) -> subprocess.CompletedProcess[str]:
+        name = f"tests_recipe(recipe='{recipe}')"
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return _in_own_nox(session, name, env=environment, **streams)
+
+    # The largest come first, so that all processes have work until the end.
+    folders = {recipe: ROOT / "tests" / f"recipes_{recipe}" for recipe in RECIPES}
+    recipes = sorted(
+        RECIPES, key=lambda recipe: -sum(p.stat().st_size for p in folders[recipe].glob("*.py"))
+    )
+    failed = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for recipe, process in zip(recipes, pool.map(run, recipes), strict=True):
+            print(process.stdout, flush=True)
+            if process.returncode:
+                failed.append(recipe)
+    return failed
 
 
 @nox.session
@@ -259,33 +328,10 @@ def tests_recipe(session: nox.Session, recipe: str) -> None:
 
 @nox.session(python=False)
 def tests_recipes(session: nox.Session) -> None:
-    """Run ``tests_recipe`` for every recipe, two at a time with one process each.
-
-    A recipe has one long chain of tests that share compiled code and ranks, so that a second
-    process would soon have nothing to do.
-    """
-
-    def run(recipe: str) -> subprocess.CompletedProcess[str]:
-        name = f"tests_recipe(recipe='{recipe}')"
-        command = [sys.executable, "-m", "nox", "-s", name, "--", *session.posargs]
-        environment = {**os.environ, TEST_PROCESSES: "0", "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    # The largest come first, so that both processors have work until the end.
-    folders = {recipe: ROOT / "tests" / f"recipes_{recipe}" for recipe in RECIPES}
-    recipes = sorted(
-        RECIPES, key=lambda recipe: -sum(p.stat().st_size for p in folders[recipe].glob("*.py"))
-    )
-    failed = []
-    with ThreadPoolExecutor(2) as pool:
-        for recipe, process in zip(recipes, pool.map(run, recipes), strict=True):
-            print(process.stdout, flush=True)
-            if process.returncode:
-                failed.append(recipe)
+    """Run ``tests_recipe`` for every recipe, two at a time."""
+    failed = _failed_recipes(session, 2)
     if failed:
-        session.error(f"the tests of {', '.join(failed)} failed")
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session
