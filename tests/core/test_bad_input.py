@@ -284,6 +284,9 @@ def test_lists_of_shards() -> None:
         short = {**arguments, key: arguments[key][:1]}
         with pytest.raises(ShapeError):
             kernels.grid_multi_cast(*short.values())
-    twice = [arguments["rowwise"][0], (byte(2, 1), arguments["rowwise"][0][1])]
-    with pytest.raises(OptionError, match="a buffer of another result"):
-        kernels.grid_multi_cast(*first, twice, [None, None])
+    one, nothing = arguments["rowwise"][0], [None, None]
+    twice = [one, (byte(2, 1), one[1])]
+    by_column = [None, (arguments["columnwise"][1][0], one[1])]
+    for rowwise, columnwise in ((twice, nothing), ([one, None], by_column)):
+        with pytest.raises(OptionError, match="a buffer of another result"):
+            kernels.grid_multi_cast(*first, rowwise, columnwise)
