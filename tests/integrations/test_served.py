@@ -8,6 +8,7 @@ import torch
 
 import ottava
 from ottava.errors import OptionError
+from ottava.gemm import stored_tensors
 from ottava_custom import HybridQuantizer, IdentityQuantizer
 from ottava_integrations import ServedRecipe, iter_exported
 from ottava_integrations.formats import SCHEMES, Scheme, quantized_weight
@@ -104,6 +105,17 @@ def test_gradients_are_those_of_the_values_that_the_backward_pass_reads(
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-5)
     expected = of_wgrad.T @ value
     torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("format", "of_powers"), [("fp8", False), ("float-quantized", False), ("fp8-ue8m0", True)]
+)
+def test_blocks_of_inputs_have_powers_of_two_where_servers_have_them(
+    format: str, of_powers: bool
+) -> None:
+    quantizer = ServedRecipe(format, "block").quantizer("input")
+    scales = stored_tensors(quantizer(torch.randn(4, 256)), "rowwise")["scales"]
+    assert bool((scales.frexp().mantissa == 0.5).all()) is of_powers
 
 
 def test_rows_and_columns_of_one_quantizer_need_no_hybrid() -> None:
