@@ -19,7 +19,6 @@ import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import nox
 
@@ -260,57 +259,11 @@ def _test(
     session.run(*command, env=KEEP_BYTECODE, success_codes=passed)
 
 
-@nox.session(python=False)
+@nox.session
 def tests(session: nox.Session) -> None:
-    """Test core alone, each recipe alone with core, then all packages together.
-
-    Recipes are tested one after the other beside the rest, so that no processor waits for the
-    installation of the next session. What a recipe's session prints comes in one piece.
-    """
-    failed: list[str] = []
-    with ThreadPoolExecutor() as pool:
-        recipes = pool.submit(_failed_recipes, session, 1)
-        for name in ("tests_core", "tests_integration"):
-            if _in_own_nox(session, name).returncode:
-                failed.append(name)
-        failed += recipes.result()
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
-
-
-def _in_own_nox(
-    session: nox.Session, name: str, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run another session, whose arguments are those of this one, in a process."""
-    command = [sys.executable, "-m", "nox", "-s", name, "--", *session.posargs]
-    return subprocess.run(command, cwd=ROOT, text=True, **options)
-
-
-def _failed_recipes(session: nox.Session, at_once: int) -> list[str]:
-    """Run ``tests_recipe`` for every recipe, in one process each, and print what each printed.
-
-    A recipe has one long chain of tests that share compiled code and ranks, so that a second
-    process would soon have nothing to do.
-    """
-    environment = {**os.environ, TEST_PROCESSES: "0", "OMP_NUM_THREADS": "1"}
-
-    def run(recipe: str) -> subprocess.CompletedProcess[str]:
-        name = f"tests_recipe(recipe='{recipe}')"
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return _in_own_nox(session, name, env=environment, **streams)
-
-    # The largest come first, so that all processes have work until the end.
-    folders = {recipe: ROOT / "tests" / f"recipes_{recipe}" for recipe in RECIPES}
-    recipes = sorted(
-        RECIPES, key=lambda recipe: -sum(p.stat().st_size for p in folders[recipe].glob("*.py"))
-    )
-    failed = []
-    with ThreadPoolExecutor(at_once) as pool:
-        for recipe, process in zip(recipes, pool.map(run, recipes), strict=True):
-            print(process.stdout, flush=True)
-            if process.returncode:
-                failed.append(recipe)
-    return failed
+    """Test core alone, each recipe alone with core, then all packages together."""
+    for name in ("tests_core", "tests_recipes", "tests_integration"):
+        session.notify(name, session.posargs)
 
 
 @nox.session
@@ -328,10 +281,33 @@ def tests_recipe(session: nox.Session, recipe: str) -> None:
 
 @nox.session(python=False)
 def tests_recipes(session: nox.Session) -> None:
-    """Run ``tests_recipe`` for every recipe, two at a time."""
-    failed = _failed_recipes(session, 2)
+    """Run ``tests_recipe`` for every recipe, two at a time with one process each.
+
+    A recipe has one long chain of tests that share compiled code and ranks, so that a second
+    process would soon have nothing to do.
+    """
+
+    def run(recipe: str) -> subprocess.CompletedProcess[str]:
+        name = f"tests_recipe(recipe='{recipe}')"
+        command = [sys.executable, "-m", "nox", "-s", name, "--", *session.posargs]
+        environment = {**os.environ, TEST_PROCESSES: "0", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    # The largest come first, so that both processors have work until the end.
+    folders = {recipe: ROOT / "tests" / f"recipes_{recipe}" for recipe in RECIPES}
+    recipes = sorted(
+        RECIPES, key=lambda recipe: -sum(p.stat().st_size for p in folders[recipe].glob("*.py"))
+    )
+    failed = []
+    with ThreadPoolExecutor(2) as pool:
+        for recipe, process in zip(recipes, pool.map(run, recipes), strict=True):
+            print(process.stdout, flush=True)
+            if process.returncode:
+                failed.append(recipe)
     if failed:
-        session.error(f"failed: {', '.join(failed)}")
+        session.error(f"the tests of {', '.join(failed)} failed")
 
 
 @nox.session
