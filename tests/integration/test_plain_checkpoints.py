@@ -119,6 +119,18 @@ def test_layers_that_are_bound_by_themselves() -> None:
         assert not learnt(model)
 
 
+def test_a_layer_with_two_names_begins_afresh_under_both_with_one_warning() -> None:
+    layer = torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(layer, layer)
+    weights = copy.deepcopy(model.state_dict())
+    ottava.convert(model, "delayed")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert model.load_state_dict(weights, strict=True) == ([], [])
+    (message,) = (str(each.message) for each in caught if AFRESH in str(each.message))
+    assert "no scaling state for 2 layers ('0', '1')" in message
+
+
 def test_what_is_missing_besides_is_told() -> None:
     """Only the whole state of a layer may be missing."""
     model, weights = trained("delayed"), plain(2).state_dict()
