@@ -168,6 +168,9 @@ def test_storages_and_tensors_are_saved_among_others() -> None:
                 assert got._quantizer is thing._quantizer
             else:
                 assert got is thing
+    plain = prepare_for_saving(*things[:2])
+    for lists in (plain, plain[::-1]):
+        assert restore_from_saved(*lists)[1] is things[1]
     with pytest.raises(ShapeError, match="saved tensors"):
         restore_from_saved(flat[:-1], objects)
     with pytest.raises(DTypeError, match="cannot save a str"):
