@@ -136,6 +136,8 @@ def test_recipes_lists_the_healthy_and_names_the_broken(plugins: Path) -> None:
         assert rows[dist, "taken"]["status"] == "refused"
         for part in ("taken", "ccc-first 1.2", "ddd-second 1.2"):
             assert part in rows[dist, "taken"]["error"]
+    # A package that offers nothing else is not "empty" besides.
+    assert ("ccc-first", "") not in rows
     assert rows["bbb-raises", ""]["status"] == "broken"
     assert "at import [/red]" in rows["bbb-raises", ""]["error"]
     empty = rows["ggg-empty", ""]
