@@ -30,6 +30,10 @@ def body(name: str, mesh: Any, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "fails on one" and mesh.get_rank() == 1:
         raise CheckFailed("this one")
+    if name.startswith("rank "):
+        rank = mesh.get_rank()
+        time.sleep(0.0 if name == f"rank {rank} first" else 0.2)
+        raise CheckFailed(f"of rank {rank}")
     if name == "raises":
         raise KeyError("a key")
     if name == "reads":
@@ -47,6 +51,12 @@ def test_what_went_wrong_is_told_by_name() -> None:
     assert str(told["raises"]).startswith("raises, on rank ")
     assert "KeyError: 'a key'" in str(told["raises"])
     assert names[0] == "passes"
+
+
+def test_of_several_ranks_that_fail_the_first_one_is_told() -> None:
+    """The failures of the others are likely to follow from its."""
+    told = launch.run_on_ranks(BODY, ["rank 0 first", "rank 1 first"])
+    assert told == {"rank 0 first": "of rank 0", "rank 1 first": "of rank 1"}
 
 
 def test_one_process_serves_all_launches_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
