@@ -264,6 +264,39 @@ def test_the_configuration(
         assert other["quantization"]["exclude_modules"] == ["lm_head"]
 
 
+#: A format of compressed-tensors, options, and what its configuration says of inputs.
+INPUTS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("float-quantized", {}, {"num_bits": 8, "strategy": "token", "dynamic": True}),
+    (
+        "float-quantized",
+        {"activations": "tensor", "input_amaxes": AMAXES},
+        {"strategy": "tensor", "dynamic": False},
+    ),
+    ("float-quantized", {"activations": "block"}, {"strategy": "group", "group_size": 128}),
+    (
+        "mxfp8-quantized",
+        {"activations": "group"},
+        {"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True},
+    ),
+    (
+        "nvfp4-pack-quantized",
+        {"activations": "group", "input_amaxes": AMAXES},
+        {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+    ),
+)
+
+
+@pytest.mark.parametrize(("format", "options", "parts"), INPUTS)
+def test_the_configuration_of_inputs(
+    format: str, options: dict[str, Any], parts: dict[str, Any], tmp_path: Path
+) -> None:
+    export_model(model(), tmp_path / "out", format, **options)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    found = group["input_activations"]
+    assert {name: found[name] for name in parts} == parts
+
+
 @pytest.mark.filterwarnings("ignore:only")
 def test_layers_with_other_scales_are_a_group(tmp_path: Path) -> None:
     rows = ottava.get_recipe("rowwise", force_pow_2_scales=True)
