@@ -64,9 +64,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Forks the process of the ranks before a test has done anything, if a test may need it.
 
     What is imported by now lives as long as the process, so the garbage collector need not look at
-    it in each of its rounds.
+    it; and rounds that look at all the rest need not come as often.
     """
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
     ranks = sys.modules.get("tests.ranks")
     if ranks is not None and session.items and not session.config.option.collectonly:
         ranks.Forker.current()

@@ -1,5 +1,8 @@
-"""Fixtures of core's tests: the kernels' code paths, and a recipe written on core's base classes
-alone."""
+"""Fixtures of core's tests: the kernels' code paths, and a recipe of core's base classes alone.
+
+The process of pytest-xdist that runs no tests imports this, so torch is imported by those who use
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-
-from ottava import Recipe
-from ottava.kernels.backends import use_backend
-from tests.core.layouts.layouts import PerTensor
-from tests.core.sequential_grid import serving_cpu
 
 try:
     from ottava import _cpu
@@ -23,7 +20,6 @@ except (
 ):  # a checkout without the compiled module: its paths are reported as failing, not skipped
     _cpu = None
 
-FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ISAS: list[str] = list(_cpu.available_isas()) if _cpu is not None else ["cpu"]
 # What a build for x86 has; one for another processor has less.
 X86_ISAS = ["avx512", "avx2"]
@@ -53,6 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def running(path: str) -> Iterator[None]:
     """Inside, kernels run on one of ``PATHS``: the reference, an instruction set, or the CUDA
     kernels as a loop."""
+    from ottava.kernels.backends import use_backend
+    from tests.core.sequential_grid import serving_cpu
+
     if path == "reference":
         with use_backend("reference"):
             yield
@@ -109,30 +108,23 @@ def on_every_isa() -> Runs:
     return on_each(ISAS)
 
 
-@pytest.fixture(params=list(FP8_DTYPES))
+@pytest.fixture(params=["e4m3", "e5m2"])
 def fmt(request: pytest.FixtureRequest) -> str:
     """Name of an element format."""
     return str(request.param)
 
 
-class SampleQuantizer(PerTensor):
-    """Per-tensor scaling with the kernels that core has."""
-
-
-class SampleRecipe(Recipe):
-    """E4M3 forward, E5M2 for gradients."""
-
-    name = "sample"
-
-    def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> SampleQuantizer:
-        return SampleQuantizer(torch.float8_e5m2 if role.is_gradient else torch.float8_e4m3fn)
-
-
 @pytest.fixture
-def recipe() -> SampleRecipe:
+def recipe() -> Any:
+    from tests.core.sample_recipe import SampleRecipe
+
     return SampleRecipe()
 
 
 @pytest.fixture
-def quantizer() -> SampleQuantizer:
+def quantizer() -> Any:
+    import torch
+
+    from tests.core.sample_recipe import SampleQuantizer
+
     return SampleQuantizer(torch.float8_e4m3fn)

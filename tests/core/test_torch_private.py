@@ -23,7 +23,7 @@ from ottava.errors import BackendError
 from ottava.kernels import direct
 from ottava.tensors import QuantizedTensor
 from tests.comparing import assert_same
-from tests.core.conftest import SampleRecipe
+from tests.core.sample_recipe import SampleRecipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch .* has no torch._C._current_graph_task_id")
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 import ottava
 from ottava import checkpoint, filesystem
 from tests.core.checkpoint.files import contents, refusal, save_sharded
-from tests.core.conftest import SampleRecipe
+from tests.core.sample_recipe import SampleRecipe
 
 OURS = (os.path.dirname(checkpoint.__file__), filesystem.__file__)
 KINDS = st.sampled_from(["file", "folder"])

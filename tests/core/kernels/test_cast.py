@@ -16,10 +16,10 @@ from ottava import Layout, kernels
 from ottava.kernels import for_layers, table
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
-from tests.core.conftest import FP8_DTYPES
 from tests.core.placing import check
 
 Tensor = torch.Tensor
+FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E4M3, E5M2 = FP8_DTYPES.values()
 SHAPES = [(), (0,), (1,), (0, 5), (3, 0), (63,), (1, 300), (131, 77), (2, 3, 41), (40, 1030)]
 OPTIONS = [(0.0, False), (1e-3, True), (0.0, True), (2.0, False)]

@@ -15,14 +15,14 @@ from ottava import Layout, kernels
 from ottava.kernels import use_backend
 from tests import samples
 from tests.comparing import assert_same
-from tests.core.conftest import FP8_DTYPES, Runs
+from tests.core.conftest import Runs
 from tests.core.kernels.test_grids import LAYOUTS
 from tests.core.kernels.test_levels import LAYOUTS as LEVELS
 from tests.core.kernels.test_levels import seed_of
 from tests.core.placing import running_on
 
 Tensor = torch.Tensor
-E4M3, E5M2 = FP8_DTYPES.values()
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, SCALE = torch.bfloat16, torch.tensor(3.0)
 ALL = LAYOUTS | LEVELS
 STRIDED = ["tensor", "1x128", "rows", "mxfp8", "mxfp8-squares", "int8-8x64", "nvfp4-rotated"]
