@@ -7,7 +7,7 @@ all are named. Where none does, the nearest one is reported, with how much of it
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
 
@@ -83,13 +83,18 @@ class Agreement:
     equal_cases: int = 0
 
     def __add__(self, other: "Agreement") -> "Agreement":
-        return Agreement(*map(add, astuple(self), astuple(other)))
+        return Agreement(*map(add, self.counts, other.counts))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All numbers, those of equal ones in the odd places."""
+        # `dataclasses.astuple` copies each number, which took a tenth of a search.
+        return tuple(vars(self).values())
 
     @property
     def is_exact(self) -> bool:
         """Whether all bytes agree."""
-        counts = astuple(self)
-        return counts[0::2] == counts[1::2]
+        return self.counts[0::2] == self.counts[1::2]
 
     @property
     def all_scales(self) -> tuple[int, int]:
