@@ -356,9 +356,11 @@ def check_quantization(name: str, runs: Runs, every: int = 1) -> None:
     runs(run)
 
 
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 @each_layout
-def test_quantize(on_every_isa: Runs, name: str) -> None:
-    check_quantization(name, on_every_isa)
+def test_quantize(on_every_isa: Runs, name: str, every: int) -> None:
+    """In the short run layouts take turns with the cases."""
+    check_quantization(name, on_every_isa, every)
 
 
 @pytest.mark.grid

@@ -95,7 +95,8 @@ def test_any_strides(code_path: str) -> None:
 
 def large(name: str) -> dict[str, Case]:
     if name in ALL:
-        rows = 643 if name in LEVELS else 2049
+        # Kernels of two levels write through the caches, so these only need work for three threads.
+        rows = 197 if name in LEVELS else 2049
         return of_layout(samples.tiles(rows, 2113, dtype=BF16), ALL[name])
     cases = {}
     for shape in ((513, 517), (2050, 2100), (3, 70_000)):
