@@ -191,9 +191,11 @@ def install(
     """
     code = "import sys; print('%d%d' % sys.version_info[:2])"
     version = str(session.run("python", "-c", code, silent=True)).strip()
-    prepare = functools.partial(_prepare, session, version, [torch_requirement(), *tools])
-    # The build of core ends with one long file, beside which a processor is free.
-    wheels = [wheel(session, "core", version, prepare if _uses_uv(session) and not torch else None)]
+    prepare = None
+    if _uses_uv(session) and not torch:
+        # After the build of core one processor would prepare, and the others would wait.
+        prepare = functools.partial(_prepare, session, version, [torch_requirement(), *tools])
+    wheels = [wheel(session, "core", version, beside=prepare)]
     # The other builds have one process each. Those of pip share an environment, so that they come
     # one after the other.
     with ThreadPoolExecutor(None if _uses_uv(session) else 1) as pool:
@@ -218,7 +220,7 @@ def install(
 
 
 def _prepare(session: nox.Session, version: str, libraries: list[str]) -> None:
-    """Install libraries, and import those whose bytecode every process of the tests needs."""
+    """Install libraries, and make the bytecode of torch's modules that most tests import."""
     session.install(*libraries)
     _share_bytecode(session, version)
     session.run("python", "-c", "import torch._dynamo, torch.distributed.fsdp", env=KEEP_BYTECODE)

@@ -21,8 +21,8 @@ with contextlib.suppress(ImportError):
 # Threads that wait for each other would otherwise spin, at the cost of the other processes, whose
 # processors they hold.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# The compiler would first compile its headers for later files, in five seconds, but few tests have
-# C++ written.
+# Inductor would first compile headers for all files to come, which takes five seconds, but few tests
+# let it write C++.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each processor, so more threads would only take turns. Before torch
@@ -63,8 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Forks the process of the ranks before a test has done anything, if a test may need it.
 
-    What is imported by now lives as long as the process, so the garbage collector need not look at
-    it; and rounds that look at all the rest need not come as often.
+    The modules that are imported by now live as long as the process, so the garbage collector
+    leaves them out. Its rounds are rarer, because tests make much that lives for long.
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)

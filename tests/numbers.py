@@ -17,8 +17,6 @@ from functools import cache, lru_cache
 FLT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 #: Dtype of an input -> bits of its significand, its largest exponent, and its least exponent.
 DTYPES = {"float32": (24, 127, -126), "bfloat16": (8, 127, -126), "float16": (11, 15, -14)}
-
-
 _FLOAT32 = struct.Struct("<f")
 
 

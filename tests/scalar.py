@@ -384,7 +384,7 @@ class Quantization:
 
     @cached_property
     def format(self) -> numbers.Format:
-        """That of the elements."""
+        """The format of the elements."""
         return format_of(self.steps.element.format)
 
     def codes(self, values: Matrix, spans: Spans, multiplier: float) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Fixtures of core's tests: the kernels' code paths, and a recipe of core's base classes alone.
 
-The process of pytest-xdist that runs no tests imports this, so torch is imported by those who use
-it.
+The process of pytest-xdist that runs no tests imports this module, so that its functions, and not
+the module, import torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.
 DTYPES += [torch.int32, torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32]
 DTYPES += [torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-# hypothesis would take a second to find what UTF-8 has, which is all but these.
+# All that UTF-8 has, which hypothesis would take a second to find by itself.
 CHARACTERS = st.characters(exclude_categories=["Cs"])
 NAMES = st.text(CHARACTERS, max_size=8).filter("__metadata__".__ne__)
 TEXTS = st.text(CHARACTERS)

@@ -87,7 +87,7 @@ class Agreement:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """All numbers, those of equal ones in the odd places."""
+        """All numbers: each total, and after it the number of equal ones."""
         # `dataclasses.astuple` copies each number, which took a tenth of a search.
         return tuple(vars(self).values())
 
