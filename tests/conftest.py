@@ -21,8 +21,8 @@ with contextlib.suppress(ImportError):
 # Threads that wait for each other would otherwise spin, at the cost of the other processes, whose
 # processors they hold.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Inductor would first compile headers for all files to come, which takes five seconds, but few tests
-# let it write C++.
+# Inductor would first compile headers for all files to come, in five seconds, but few tests let it
+# write C++.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each processor, so more threads would only take turns. Before torch

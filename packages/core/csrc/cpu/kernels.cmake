@@ -1,7 +1,7 @@
-# The kernels as the objects of `ottava_cpu`, used by the extension module and by the kernels' own test program.
+# The kernels as a static library `ottava_cpu`, used by the extension module and by the kernels' own test program.
 set(OTTAVA_CPU_DIR ${CMAKE_CURRENT_LIST_DIR})
 add_library(
-  ottava_cpu OBJECT
+  ottava_cpu STATIC
   ${OTTAVA_CPU_DIR}/dispatch.cpp ${OTTAVA_CPU_DIR}/operations.cpp ${OTTAVA_CPU_DIR}/multi.cpp ${OTTAVA_CPU_DIR}/grid.cpp
   ${OTTAVA_CPU_DIR}/levels.cpp ${OTTAVA_CPU_DIR}/isa_portable.cpp ${OTTAVA_CPU_DIR}/levels_portable.cpp)
 target_compile_features(ottava_cpu PUBLIC cxx_std_17)
