@@ -111,8 +111,10 @@ def _of_role(title: str, recipe: Recipe, role: str) -> Iterator[Named]:
         contract = recipe.quantizer(role).contract
     except (OttavaError, AttributeError):
         return
+    if not contract.is_stated:
+        return
     for usage in USAGES:
-        if isinstance(getattr(contract, usage), Direction) and contract.is_stated:
+        if isinstance(getattr(contract, usage), Direction):
             yield Named(f"{title}, {role}, {usage}", contract, usage)
 
 
