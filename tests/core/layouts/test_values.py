@@ -55,6 +55,16 @@ def test_conversions(name: str) -> None:
 
 
 @EACH
+def test_values_are_rounded_to_their_dtype_once(name: str) -> None:
+    """A rotation is taken back before that."""
+    for usages in ("rowwise", "columnwise"):
+        q = quantizer(name, usages)(wide(33, 70, sigma=1.0))
+        exact = q.dequantize(torch.float32)
+        for dtype in DTYPES:
+            assert_same(q.dequantize(dtype), exact.to(dtype))
+
+
+@EACH
 def test_gradients_pass_straight_through(name: str) -> None:
     """By quantizing, dequantizing, other dtypes, and views, also those that are written to."""
     step, weights = boundary(name), torch.randint(-4, 5, (2 * boundary(name), 70)).float()
