@@ -127,6 +127,16 @@ def test_a_copy_begins_its_step_at_a_gather(mesh: DeviceMesh) -> None:
 
 
 @on_ranks(2)
+def test_a_gather_in_evaluation_begins_no_step(mesh: DeviceMesh) -> None:
+    net = shard(make("delayed", GATHERED), mesh, "root")
+    train(net, 1)
+    before = state_of(net)
+    net.eval().unshard()
+    net.reshard()
+    assert_states_equal(state_of(net), before, "evaluation")
+
+
+@on_ranks(2)
 def test_sharded_masters(mesh: DeviceMesh) -> None:
     """Masters of this rank's rows are written into the shards of quantized weights, with the scales
     of the whole, by one all-reduce."""
