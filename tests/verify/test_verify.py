@@ -396,11 +396,16 @@ def test_tensors_that_cannot_be_compared(tmp_path: Path) -> None:
         a__weight_scale=scales,
         b__weight=data,
         b__weight_scale=scales,
+        c__weight=data,
+        c__weight_scale=scales,
     )
-    source = checkpoint(tmp_path / "s", a__weight=X)
+    source = checkpoint(tmp_path / "s", a__weight=X, c__weight=X[:3])
     report = verify_checkpoint(quantized, source)
-    assert [finding.status for finding in report.findings] == ["equal", "not compared"]
+    statuses = [finding.status for finding in report.findings]
+    assert statuses == ["equal", "not compared", "not compared"]
     assert "no 'b.weight'" in report.findings[1].note
+    # Each reason is told.
+    assert len(report.groups()) == 3
     assert report.exit_status == 2
     assert verify_checkpoint(source, source).exit_status == 2
 
