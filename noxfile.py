@@ -38,6 +38,8 @@ EVERY_PACKAGE = [
     "bisect",
     "verify",
 ]
+# The packages of sessions that follow: `tests` names them, and their wheels are built beside core's.
+built_ahead: list[str] = []
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 BYTECODE = ROOT / ".nox" / "bytecode"
 # The tools of lint, types and docs by session.
@@ -220,10 +222,13 @@ def install(
 
 
 def _prepare(session: nox.Session, version: str, libraries: list[str]) -> None:
-    """Install libraries, and make the bytecode of torch's modules that most tests import."""
+    """Install libraries, make the bytecode of torch's modules that most tests import, and build
+    wheels for later sessions, of which the first ones would wait for the same wheels."""
     session.install(*libraries)
     _share_bytecode(session, version)
     session.run("python", "-c", "import torch._dynamo, torch.distributed.fsdp", env=KEEP_BYTECODE)
+    for package in built_ahead:
+        wheel(session, package, version)
 
 
 def _share_bytecode(session: nox.Session, version: str) -> None:
@@ -264,6 +269,7 @@ def _test(
 @nox.session
 def tests(session: nox.Session) -> None:
     """Test core alone, each recipe alone with core, then all packages together."""
+    built_ahead.extend(EVERY_PACKAGE)
     for name in ("tests_core", "tests_recipes", "tests_integration"):
         session.notify(name, session.posargs)
 
