@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,7 +38,7 @@ EVERY_PACKAGE = [
     "bisect",
     "verify",
 ]
-# The packages of sessions that follow: `tests` names them, and their wheels are built beside core's.
+# The packages of later sessions: `tests` names them, and their wheels are built beside core's.
 built_ahead: list[str] = []
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 BYTECODE = ROOT / ".nox" / "bytecode"
@@ -46,7 +46,7 @@ BYTECODE = ROOT / ".nox" / "bytecode"
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 # pytest must be below 9.2. With later versions pytest-xdist 3.8 does not see groups, and each
 # process would make the fixtures that the tests of a group share.
-TEST_TOOLS = [
+RECIPE_TEST_TOOLS = [
     "pytest<9.2",
     "pytest-xdist",
     "hypothesis",
@@ -56,8 +56,9 @@ TEST_TOOLS = [
     "gfloat",
     "jsonschema",
 ]
-# The tests write and build packages, and build kernels, with these tools.
-TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
+# Other tests write and build packages, and build kernels, with these tools.
+TEST_TOOLS = [*RECIPE_TEST_TOOLS, "hatchling", "editables", "ruff", "mypy"]
+TEST_TOOLS += ["cmake", "ninja", "pybind11"]
 # The faults that `nox -s mutants` makes; tests/integration tests that program.
 MUTATION = "cosmic-ray>=8.7,<9"
 # Released libraries that train models; tests/libraries and pages of the documentation use them.
@@ -254,9 +255,9 @@ def _share_bytecode(session: nox.Session, version: str) -> None:
 
 
 def _test(
-    session: nox.Session, packages: list[str], *arguments: str, tools: Sequence[str] = ()
+    session: nox.Session, packages: list[str], *arguments: str, tools: list[str] = TEST_TOOLS
 ) -> None:
-    install(session, *packages, tools=[*TEST_TOOLS, *tools])
+    install(session, *packages, tools=tools)
     if "debug" in packages:
         # If it cannot be installed, the tests that read it are skipped with the reason.
         session.install("--no-deps", REAL_CHECKPOINT, success_codes=range(256))
@@ -284,7 +285,8 @@ def tests_core(session: nox.Session) -> None:
 @nox.parametrize("recipe", [nox.param(r, id=f"recipe='{r}'", tags=[r]) for r in RECIPES])
 def tests_recipe(session: nox.Session, recipe: str) -> None:
     """Test one recipe with core, the conformance kit and nothing else."""
-    _test(session, [f"recipes-{recipe}", "testing"], f"tests/recipes_{recipe}")
+    packages = [f"recipes-{recipe}", "testing"]
+    _test(session, packages, f"tests/recipes_{recipe}", tools=RECIPE_TEST_TOOLS)
 
 
 @nox.session(python=False)
@@ -322,7 +324,8 @@ def tests_recipes(session: nox.Session) -> None:
 def tests_integration(session: nox.Session) -> None:
     """Test all packages together, and the packages that are no recipes."""
     folders = ["integration", "testing", "demo", "integrations", "debug", "bisect", "verify"]
-    _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders), tools=[MUTATION])
+    every = [*TEST_TOOLS, MUTATION]
+    _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders), tools=every)
 
 
 @nox.session
