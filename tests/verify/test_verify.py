@@ -404,7 +404,7 @@ def test_tensors_that_cannot_be_compared(tmp_path: Path) -> None:
     statuses = [finding.status for finding in report.findings]
     assert statuses == ["equal", "not compared", "not compared"]
     assert "no 'b.weight'" in report.findings[1].note
-    # Each reason is told.
+    # The report has a group for each reason.
     assert len(report.groups()) == 3
     assert report.exit_status == 2
     assert verify_checkpoint(source, source).exit_status == 2

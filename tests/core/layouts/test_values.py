@@ -56,7 +56,7 @@ def test_conversions(name: str) -> None:
 
 @EACH
 def test_values_are_rounded_to_their_dtype_once(name: str) -> None:
-    """A rotation is taken back before that."""
+    """They are rotated back before that, in float32."""
     for usages in ("rowwise", "columnwise"):
         q = quantizer(name, usages)(wide(33, 70, sigma=1.0))
         exact = q.dequantize(torch.float32)
