@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,6 +42,16 @@ EVERY_PACKAGE = [
 built_ahead: list[str] = []
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 BYTECODE = ROOT / ".nox" / "bytecode"
+# What most tests import of libraries.
+IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "pytest",
+    "xdist.workermanage",
+    "hypothesis.stateful",
+    "gfloat",
+    "jsonschema",
+]
 # The tools of lint, types and docs by session.
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 # pytest must be below 9.2. With later versions pytest-xdist 3.8 does not see groups, and each
@@ -137,14 +147,17 @@ def _uses_uv(session: nox.Session) -> bool:
     return bool(session.venv_backend == "uv")
 
 
-def _build(session: nox.Session, source: Path, folder: Path, *kinds: str) -> None:
-    """Build a package in isolation, with uv if there is one, which is ten times as fast as pip."""
+def _build(session: nox.Session, source: Path, folder: Path, *options: str) -> None:
+    """Build a package, with uv if there is one, which is ten times as fast as pip.
+
+    Without more options it is built in isolation.
+    """
     if _uses_uv(session):
         python = str(Path(session.bin) / "python")
         session.run(
             "uv",
             "build",
-            *kinds,
+            *options,
             "--python",
             python,
             "--out-dir",
@@ -155,12 +168,16 @@ def _build(session: nox.Session, source: Path, folder: Path, *kinds: str) -> Non
     else:
         session.install("build")
         session.run(
-            "python", "-m", "build", *kinds, "--outdir", str(folder), str(source), silent=True
+            "python", "-m", "build", *options, "--outdir", str(folder), str(source), silent=True
         )
 
 
 def wheel(
-    session: nox.Session, package: str, version: str, beside: Sequence[Callable[[], None]] = ()
+    session: nox.Session,
+    package: str,
+    version: str,
+    *options: str,
+    beside: Callable[[], None] | None = None,
 ) -> Path:
     """The package's wheel for this version of Python, built once for each state of its sources.
 
@@ -168,7 +185,8 @@ def wheel(
         session: the session whose interpreter builds.
         package: the folder of the package.
         version: of Python.
-        beside: functions that run while the wheel is built; none runs if there is one already.
+        options: of the build.
+        beside: what runs while the wheel is built. It does not run if there is one already.
     """
     source = PACKAGES / package
     folder = WHEELHOUSE / f"{package}-{version}-{_fingerprint(source)}"
@@ -177,10 +195,10 @@ def wheel(
         # Another session may build the same package now.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(folder.glob("*.whl")):
-            futures = [pool.submit(function) for function in beside]
-            _build(session, source, folder, "--wheel")
-            for future in futures:
-                future.result()
+            other = pool.submit(beside) if beside else None
+            _build(session, source, folder, "--wheel", *options)
+            if other:
+                other.result()
     return next(folder.glob("*.whl"))
 
 
@@ -198,12 +216,10 @@ def install(
     """
     code = "import sys; print('%d%d' % sys.version_info[:2])"
     version = str(session.run("python", "-c", code, silent=True)).strip()
-    beside: list[Callable[[], None]] = []
+    beside = None
     if _uses_uv(session) and not torch:
         # One processor would do this after the build of core, and the others would wait.
-        libraries = [torch_requirement(), *tools]
-        beside.append(functools.partial(_prepare, session, version, libraries))
-        beside.append(functools.partial(_build_ahead, session, version))
+        beside = functools.partial(_prepare, session, version, [torch_requirement(), *tools])
     wheels = [wheel(session, "core", version, beside=beside)]
     # The other builds have one process each. Those of pip share an environment, so that they come
     # one after the other.
@@ -229,19 +245,23 @@ def install(
 
 
 def _prepare(session: nox.Session, version: str, libraries: list[str]) -> None:
-    """Install libraries, and make the bytecode of torch's modules that most tests import."""
-    session.install(*libraries)
-    _share_bytecode(session, version)
-    session.run("python", "-c", "import torch._dynamo, torch.distributed.fsdp", env=KEEP_BYTECODE)
-
-
-def _build_ahead(session: nox.Session, version: str) -> None:
-    """Build the wheels that later sessions need, while core's is compiled.
+    """Install libraries, build the wheels that later sessions need, and make bytecode.
 
     The first two sessions of recipes run side by side, and one would wait for the other's wheels.
+    The two processes of the tests would compile the same modules at the same time.
     """
+    session.install(*libraries)
     for package in built_ahead:
-        wheel(session, package, version)
+        # An environment for each of them would take longer than all wheels.
+        wheel(session, package, version, "--no-build-isolation")
+    _share_bytecode(session, version)
+    code = (
+        "import contextlib, importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    with contextlib.suppress(ImportError):\n"
+        "        importlib.import_module(name)"
+    )
+    session.run("python", "-c", code, *IMPORTED, env=KEEP_BYTECODE)
 
 
 def _share_bytecode(session: nox.Session, version: str) -> None:
@@ -253,8 +273,7 @@ def _share_bytecode(session: nox.Session, version: str) -> None:
     """
     site = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
     for library in site.iterdir():
-        # Wheels of ottava are built from sources that change.
-        if not library.is_dir() or library.name.startswith(("ottava", "__")):
+        if not library.is_dir() or library.name.startswith("__"):
             continue
         for folder, _, files in os.walk(library):
             cache = Path(folder) / "__pycache__"

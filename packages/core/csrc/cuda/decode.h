@@ -58,7 +58,7 @@ struct NarrowStore {
 };
 
 // Rounds two magnitudes. The GPU's conversions give another NaN than numerics.h.
-struct ToBFloat16 {
+struct BFloat16Pair {
     static OTTAVA_DEVICE uint32_t pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
         uint32_t both;
@@ -75,7 +75,7 @@ struct ToBFloat16 {
     }
 };
 
-struct ToHalf {
+struct HalfPair {
     static OTTAVA_DEVICE uint32_t pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
         uint32_t both;
@@ -93,9 +93,9 @@ struct ToHalf {
 };
 
 template <>
-struct DecodedStore<BFloat16> : NarrowStore<ToBFloat16> {};
+struct DecodedStore<BFloat16> : NarrowStore<BFloat16Pair> {};
 template <>
-struct DecodedStore<Float16> : NarrowStore<ToHalf> {};
+struct DecodedStore<Float16> : NarrowStore<HalfPair> {};
 
 // Decodes a run of data with one scale.
 template <class Format, class Target>
