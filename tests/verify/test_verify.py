@@ -41,7 +41,7 @@ from ottava_verify.finding import Finding, finding
 from ottava_verify.functions import Input, read
 from ottava_verify.inputs import outliers
 from ottava_verify.output import sentences
-from ottava_verify.search import Case, Explanation, compare, match, window_of
+from ottava_verify.search import Case, Cases, Explanation, compare, match, window_of
 from ottava_verify.stored import Stored, of_parts
 from tests.comparing import assert_same
 from tests.numbers import quotient
@@ -285,7 +285,7 @@ def test_the_kinds_of_elements_and_the_error() -> None:
     stored = Stored.of(data, made.parts["scales"])
     case = Case("x", x, stored, scale=1.0)
     expected = resolve_contract(contract)
-    found = finding("f", [case], match([case], [Explanation(expected)], most_turns=0), expected)
+    found = found_of(case, expected)
     assert found.kinds == {"a tie": 1, "beyond the largest element": 1, "zero": 1, "other": 2}
     values, wrong = ([448.0, 16.0, 448.0, 0.0, 5.0], [448.0, 18.0, 384.0, 0.0, 5.5])
     # NaN has no error.
@@ -296,8 +296,13 @@ def test_the_kinds_of_elements_and_the_error() -> None:
 def plain_finding(contract: Any, usage: Any, *made: torch.Tensor, x: torch.Tensor) -> Finding:
     """The finding of one case, without a search for turns."""
     expected = resolve_contract(contract, usage=usage)
-    case = Case("x", x, Stored.of(*made))
-    return finding("f", [case], match([case], [Explanation(expected)], most_turns=0), expected)
+    return found_of(Case("x", x, Stored.of(*made)), expected)
+
+
+def found_of(case: Case, expected: Named) -> Finding:
+    """The finding of one case, without a search for turns."""
+    cases = Cases([case])
+    return finding("f", cases, match(cases, [Explanation(expected)], most_turns=0), expected)
 
 
 def test_a_random_rounding_is_recognized() -> None:
@@ -355,13 +360,14 @@ def test_what_explains_some_inputs_is_no_cause() -> None:
     """More inputs than a search looks at first, of which every second one has another turn."""
     inputs = [X[: 64 >> i % 2, :32].float() for i in range(14)]
     turns: list[Any] = [{"rule": "floor"}, {"rule": "up", "elements": planted.towards_zero}]
-    cases = [Case("", x, Stored.of(*planted.mx(x, **turns[i % 2]))) for i, x in enumerate(inputs)]
+    stored = [Stored.of(*planted.mx(x, **turns[i % 2])) for i, x in enumerate(inputs)]
+    cases = Cases(Case("", x, each) for x, each in zip(inputs, stored, strict=True))
     expected = Explanation(resolve_contract("mxfp8"))
     result = match(cases, [expected], most_turns=1)
     assert result.exact == ()
     assert result.nearest
     assert result.nearest.agreement == result.nearest.of(cases).agreement
-    assert match(cases[::2], [expected], most_turns=1).exact
+    assert match(Cases(cases[::2]), [expected], most_turns=1).exact
 
 
 def test_errors_are_told_by_input() -> None:

@@ -24,6 +24,7 @@ from ottava_verify.search import (
     MOST_TURNS,
     Agreement,
     Case,
+    Cases,
     Comparison,
     Explanation,
     Result,
@@ -162,7 +163,8 @@ def finding_of_function(
     Args:
         others: contracts that they may have instead.
     """
-    usual = [case for case in cases if case.is_usual] or cases
+    cases = Cases(cases)
+    usual = Cases(case for case in cases if case.is_usual) or cases
     stated, known = [Explanation(expected)], [Explanation(each) for each in others]
     result = match(cases, stated, most_turns=0)
     for starts, most_turns in ((stated, 1), (known, 0), (stated, MOST_TURNS)):
@@ -176,7 +178,7 @@ def finding_of_function(
     return replace(finding(name, cases, result, expected), scope=USUAL)
 
 
-def finding(name: str, cases: Sequence[Case], result: Result, expected: Named) -> Finding:
+def finding(name: str, cases: Cases, result: Result, expected: Named) -> Finding:
     """The finding of cases for which a match was looked for.
 
     Args:

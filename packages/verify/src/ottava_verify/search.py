@@ -4,10 +4,10 @@ Bytes are compared exactly. A cause is named only if it reproduces all of them; 
 all are named. Where none does, the nearest one is reported, with how much of it agrees.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import add
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Case:
         """Rows and columns."""
         return self.x.shape[0], self.x.shape[1]
 
-    @functools.cached_property
+    @cached_property
     def peak(self) -> tuple[int, int]:
         """The row and the column of the largest magnitude."""
         return divmod(int(self.x.float().abs().nan_to_num(0.0, math.inf).argmax()), self.shape[1])
@@ -122,6 +122,21 @@ class Explanation:
         """Equal for the same turns of the same contract."""
         return frozenset(self.turns), self.named
 
+    @cached_property
+    def steps(self) -> Steps | None:
+        """The steps of the contract with the edits of all turns; None where one does not apply."""
+        steps: Steps | None = self.named.steps
+        for turn in self.turns:
+            if steps is not None:
+                steps = turn.edited(steps)
+        return steps
+
+    @property
+    def quantization(self) -> object:
+        """Equal for explanations that compute the same from any matrix."""
+        beside = [turn for turn in self.turns if turn.ways or turn.view or turn.takes_stored]
+        return self.steps, self.named.usage, *beside
+
     @property
     def is_exact(self) -> bool:
         """Whether it reproduces all bytes."""
@@ -147,19 +162,11 @@ class Explanation:
         """The larger, the nearer."""
         return sum(self.shares), -len(self.turns)
 
-    def of(self, cases: Iterable[Case]) -> "Explanation":
+    def of(self, cases: "Cases") -> "Explanation":
         """With how much of some cases it reproduces."""
-        total = Agreement()
-        for case in cases:
-            compared = compare(self, case)
-            if compared is None:
-                return replace(self, agreement=None)
-            total += compared.agreement
-        return replace(self, agreement=total)
+        return replace(self, agreement=cases.agreement(self))
 
-    def turned(
-        self, cases: Sequence[Case], table: Sequence[Turn] = TURNS
-    ) -> Iterator["Explanation"]:
+    def turned(self, cases: "Cases", table: Sequence[Turn] = TURNS) -> Iterator["Explanation"]:
         """The explanation with one more turn, wherever that changes what agrees."""
         taken = {turn.step for turn in self.turns}
         for turn in table:
@@ -167,6 +174,41 @@ class Explanation:
                 more = Explanation(self.named, (*self.turns, turn)).of(cases)
                 if more.is_exact or more.agreement != self.agreement:
                     yield more
+
+
+class Cases(tuple[Case, ...]):
+    """Matrices that explanations are compared by.
+
+    What several explanations compute alike is compared once: the same turns in another order, or a
+    turn that is an option of another recipe.
+    """
+
+    @cached_property
+    def probe(self) -> "Cases":
+        """Some of many cases, by which explanations are compared first."""
+        step = -(-len(self) // _PROBED)
+        return Cases(self[::step]) if step > 1 else self
+
+    @cached_property
+    def _known(self) -> dict[object, Agreement | None]:
+        return {}
+
+    def agreement(self, explanation: Explanation) -> Agreement | None:
+        """How much of the matrices an explanation reproduces; None where shapes or dtypes of one
+        differ."""
+        key = explanation.quantization
+        if key not in self._known:
+            self._known[key] = self._compared(explanation)
+        return self._known[key]
+
+    def _compared(self, explanation: Explanation) -> Agreement | None:
+        total = Agreement()
+        for case in self:
+            compared = compare(explanation, case)
+            if compared is None:
+                return None
+            total += compared.agreement
+        return total
 
 
 # One comparison.
@@ -193,7 +235,7 @@ class Comparison:
         """Numbers of elements, in the order of the held matrix."""
         return numbers.t() if self.steps.storage.held == "transpose" else numbers
 
-    @functools.cached_property
+    @cached_property
     def parts(self) -> dict[str, Tensor]:
         """What the contract stores."""
         return self.made.parts
@@ -203,7 +245,7 @@ class Comparison:
         """The codes that the contract stores."""
         return self.held(self.made.chosen.codes)
 
-    @functools.cached_property
+    @cached_property
     def stored_codes(self) -> Tensor:
         """The codes that were stored, each by itself."""
         data, bits = self.stored.data.long(), self.steps.element.bits
@@ -220,17 +262,17 @@ class Comparison:
         is_turned = self.steps.storage.held == "transpose"
         return self.made.blocks.transposed() if is_turned else self.made.blocks
 
-    @functools.cached_property
+    @cached_property
     def elements(self) -> Tensor:
         """Where elements depart."""
         return self.codes != self.stored_codes
 
-    @functools.cached_property
+    @cached_property
     def scales(self) -> Tensor:
         """Where scales depart."""
         return _differs(self.parts["scales"], self.stored.scales)
 
-    @functools.cached_property
+    @cached_property
     def levels(self) -> Tensor:
         """Where second levels depart, under the form in which the most agree."""
         has_own = self.steps.second_level is not None and self.made.levels is None
@@ -264,11 +306,7 @@ def compare(explanation: Explanation, case: Case) -> Comparison | None:
 
     Bytes are computed when they are read.
     """
-    named, turns = explanation.named, explanation.turns
-    steps: Steps | None = named.steps
-    for turn in turns:
-        if steps is not None:
-            steps = turn.edited(steps)
+    named, turns, steps = explanation.named, explanation.turns, explanation.steps
     if steps is None or not case.has(steps):
         return None
     stored = _laid_out(case.stored, turns, steps, shapes_of(steps, named.usage, case.shape))
@@ -378,7 +416,7 @@ class Result(NamedTuple):
 
 
 def match(
-    cases: Sequence[Case],
+    cases: Cases,
     starts: Iterable[Explanation],
     *,
     most_turns: int = MOST_TURNS,
@@ -392,8 +430,7 @@ def match(
         most_turns: how many more wrong turns are tried together.
         table: the turns that are tried.
     """
-    # Explanations are compared by some of many cases before all cases are looked at.
-    probe = cases[:: -(-len(cases) // _PROBED)]
+    probe = cases.probe
     beam = [start.of(probe) for start in starts]
     if exact := _exact(beam, cases):
         return Result(exact)
@@ -419,7 +456,7 @@ def match(
     return Result(too_much, nearest.of(cases) if nearest and not too_much else None)
 
 
-def _exact(found: Sequence[Explanation], cases: Sequence[Case]) -> tuple[Explanation, ...]:
+def _exact(found: Sequence[Explanation], cases: Cases) -> tuple[Explanation, ...]:
     """Those that reproduce all bytes, each set of turns once: of the first contract that has any,
     or of all contracts if they need no turn."""
     exact: dict[object, Explanation] = {}

@@ -16,7 +16,7 @@ from ottava_verify.contracts import AnyContract, Named, contracts_of_recipes, re
 from ottava_verify.finding import Finding, Report, finding, finding_of_function
 from ottava_verify.functions import Input, cases_of, golden_inputs
 from ottava_verify.output import example_line, sentences
-from ottava_verify.search import Agreement, Case, Explanation, Result, compare, match
+from ottava_verify.search import Agreement, Case, Cases, Explanation, Result, compare, match
 from ottava_verify.stored import Stored
 
 # Larger matrices are compared in a part of them first.
@@ -207,6 +207,16 @@ class _Search:
         """The case, where a part stands for a large tensor."""
         return replace(self.case, in_window=self.case.x.numel() > _LARGE)
 
+    @cached_property
+    def of_part(self) -> Cases:
+        """The part, alone."""
+        return Cases([self.part])
+
+    @cached_property
+    def of_whole(self) -> Cases:
+        """The whole tensor, alone."""
+        return Cases([self.case])
+
     @property
     def starts(self) -> list[Explanation]:
         """The contracts that turns are added to."""
@@ -223,17 +233,17 @@ class _Search:
 
     def take(self, starts: Iterable[Explanation]) -> None:
         """Take what reproduces all bytes of the whole tensor, if anything does."""
-        found = match([self.part], starts, most_turns=0)
+        found = match(self.of_part, starts, most_turns=0)
         if self.part.in_window:
             # What does not reproduce a part does not reproduce the whole.
-            found = match([self.case], found.best, most_turns=0)
+            found = match(self.of_whole, found.best, most_turns=0)
         if found.exact or not self.result.exact:
             self.result = found
 
     def look(self, starts: Iterable[Explanation], most_turns: int) -> None:
         """Search with turns, unless something explains the tensor already."""
         if not self.result.exact:
-            self.take(match([self.part], starts, most_turns=most_turns).best)
+            self.take(match(self.of_part, starts, most_turns=most_turns).best)
 
     def finding(self) -> Finding:
         """What was found."""
@@ -242,7 +252,7 @@ class _Search:
         if expected is None:
             note = f"{tensor.format}: no contract of an installed recipe has its shapes and dtypes"
             return Finding(tensor.title, "not compared", tensor.format, note=note)
-        found = finding(tensor.title, [self.case], self.result, expected)
+        found = finding(tensor.title, self.of_whole, self.result, expected)
         notes = [f"format: {tensor.format}", *filter(None, [found.note])]
         same = [e.named.name for e in exact if not e.turns and e.named != expected]
         if same and found.status == "equal":
@@ -273,7 +283,7 @@ def _search(searches: Sequence[_Search]) -> None:
 def _search_together(group: Sequence[_Search]) -> None:
     """Look for turns of tensors that no contract reproduces."""
     sample = group[:: -(-len(group) // _TOGETHER)]
-    of_sample = match([search.part for search in sample], group[0].starts)
+    of_sample = match(Cases(search.part for search in sample), group[0].starts)
     for search in group:
         search.take(of_sample.best)
     if len(group) > 1:
@@ -284,17 +294,17 @@ def _search_together(group: Sequence[_Search]) -> None:
     # Of what explains one tensor, keep what explains all of them together, if anything does.
     learned = {each.key: each for search in group for each in search.result.exact}
     turns = {turn: None for each in learned.values() for turn in each.turns}
-    parts = [search.part for search in group]
+    parts = Cases(search.part for search in group)
     common = match(parts, learned.values(), most_turns=2, table=[*turns]).exact
     for search in group:
-        known = match([search.part], common or learned.values(), most_turns=0)
+        known = match(search.of_part, common or learned.values(), most_turns=0)
         if known.exact and (common or not search.result.exact):
             search.take(known.exact)
         # A scale from outside explains any scale, and so comes last.
         from_outside = [Explanation(e) for e in search.known if takes_scale(e.steps)]
         is_known = any(not each.takes("scales") for each in search.result.exact)
         if from_outside and search.stated is None and not is_known:
-            scaled = match([search.case], from_outside, most_turns=1)
+            scaled = match(search.of_whole, from_outside, most_turns=1)
             if scaled.exact:
                 search.result = scaled
 

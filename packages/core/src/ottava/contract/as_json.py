@@ -115,10 +115,10 @@ def differences(path: str, one: Any, other: Any) -> Iterator[tuple[str, tuple[ob
 
 
 def leaves(value: Any) -> list[object]:
-    """The words and numbers of a JSON value."""
-    if isinstance(value, dict):
-        return [leaf for entry in value.values() for leaf in leaves(entry)]
-    if isinstance(value, list):
+    """The words and numbers of a value."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = tuple(getattr(value, name) for name in value.__dataclass_fields__)
+    if isinstance(value, tuple):
         return [leaf for entry in value for leaf in leaves(entry)]
     return [value]
 

@@ -105,7 +105,7 @@ class Contract:
     @property
     def is_stated(self) -> bool:
         """Whether every choice of both usages is stated, so that bytes follow from it."""
-        words = [leaf for leaf in as_json.leaves(self.value()) if isinstance(leaf, str)]
+        words = [leaf for leaf in as_json.leaves(self) if isinstance(leaf, str)]
         return not any(word == UNSTATED or word.startswith(OWN) for word in words)
 
     def __str__(self) -> str:

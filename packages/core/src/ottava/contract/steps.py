@@ -111,6 +111,15 @@ class Grid:
         )
         return down, across
 
+    @property
+    def _sides(self) -> Size:
+        """Rows and columns of a block that is whole."""
+        height, width = (
+            size if side is None else side
+            for side, size in zip(self.block, self.shape, strict=True)
+        )
+        return height, width
+
     def blocks_of(self, places: Tensor, dim: int) -> Tensor:
         """The blocks of rows (``dim`` 0) or columns (1), by their places."""
         side = self.block[dim]
@@ -118,11 +127,14 @@ class Grid:
 
     def spread(self, numbers: Tensor) -> Tensor:
         """The number of each element's block."""
-        rows, columns = (self.blocks_of(torch.arange(self.shape[dim]), dim) for dim in (0, 1))
-        return numbers[rows][:, columns]
+        (down, across), (height, width) = self.counts, self._sides
+        each = numbers[:, None, :, None].expand(down, height, across, width)
+        return each.reshape(down * height, across * width)[: self.shape[0], : self.shape[1]]
 
     def on(self, blocks: "Grid", numbers: Tensor) -> Tensor:
         """The number of each block of another grid, which is that of its first element."""
+        if blocks == self:
+            return numbers
         rows, columns = (
             self.blocks_of(torch.arange(blocks.counts[dim]) * (blocks.block[dim] or 0), dim)
             for dim in (0, 1)
@@ -132,8 +144,7 @@ class Grid:
     def in_blocks(self, numbers: Tensor) -> Tensor:
         """Numbers >= 0 as ``[blocks down, rows, blocks across, columns]``, with zeros at ragged
         edges."""
-        height, width = (side or size for side, size in zip(self.block, self.shape, strict=True))
-        down, across = self.counts
+        (down, across), (height, width) = self.counts, self._sides
         missing = [0, across * width - self.shape[1], 0, down * height - self.shape[0]]
         padded = torch.nn.functional.pad(numbers, missing)
         return padded.reshape(down, height, across, width)
