@@ -24,6 +24,7 @@ import importlib
 import inspect
 import os
 import pickle
+import pkgutil
 import signal
 import tempfile
 import time
@@ -38,6 +39,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import ottava
 
 ROOT = Path(__file__).parents[1]
 #: After which ranks that wait for each other are killed.
@@ -226,6 +229,9 @@ def _serve(connection: Connection) -> None:
         # FSDP2 asks for the machine's name.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         torch.set_num_threads(1)
+        # Every rank would look for the recipes in all packages, and import those it uses.
+        for recipe in ottava.list_recipes():
+            pkgutil.resolve_name(recipe.factory)
         while True:
             request = connection.recv()
             # The collector of a rank does not look at what it shares with this process.

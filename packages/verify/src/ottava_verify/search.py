@@ -179,8 +179,8 @@ class Explanation:
 class Cases(tuple[Case, ...]):
     """Matrices that explanations are compared by.
 
-    What several explanations compute alike is compared once: the same turns in another order, or a
-    turn that is an option of another recipe.
+    What several explanations compute alike is compared once: the same edits of a contract in
+    another order, or a turn that is an option of another recipe.
     """
 
     @cached_property
