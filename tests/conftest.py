@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -61,20 +62,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Forks the process of the ranks before a test has done anything, if a test may need it.
+    """Prepares the process once everything is imported, before a test has done anything.
 
-    The modules that are imported by now live as long as the process, so the garbage collector
-    leaves them out. Its rounds are rarer, because tests make much that lives for long.
+    The process of the ranks is forked, if a test may need it. The modules that are imported by now
+    live as long as the process, so the garbage collector leaves them out. Its rounds are rarer,
+    because tests make much that lives for long.
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
-    torch = sys.modules.get("torch")
-    if torch is not None and not torch.accelerator.is_available():
-        # It would keep a stack trace for each kind of device that is not there, in two milliseconds.
-        torch.manual_seed = torch.default_generator.manual_seed
+    _seed_in_microseconds()
     ranks = sys.modules.get("tests.ranks")
     if ranks is not None and session.items and not session.config.option.collectonly:
         ranks.Forker.current()
+
+
+def _seed_in_microseconds() -> None:
+    """Without an accelerator ``torch.manual_seed`` sets the seed of the CPU alone.
+
+    It would also keep a stack trace for each kind of device that is not there, which takes two
+    milliseconds.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and not torch.accelerator.is_available():
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 @pytest.fixture(autouse=True)
