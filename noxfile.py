@@ -42,7 +42,7 @@ EVERY_PACKAGE = [
 built_ahead: list[str] = []
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 BYTECODE = ROOT / ".nox" / "bytecode"
-# What most tests import of libraries.
+# What most tests import of libraries. A session without one of them does without its bytecode.
 IMPORTED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -150,7 +150,7 @@ def _uses_uv(session: nox.Session) -> bool:
 def _build(session: nox.Session, source: Path, folder: Path, *options: str) -> None:
     """Build a package, with uv if there is one, which is ten times as fast as pip.
 
-    Without more options it is built in isolation.
+    It is built in isolation, unless an option of uv says otherwise.
     """
     if _uses_uv(session):
         python = str(Path(session.bin) / "python")
@@ -247,13 +247,14 @@ def install(
 def _prepare(session: nox.Session, version: str, libraries: list[str]) -> None:
     """Install libraries, build the wheels that later sessions need, and make bytecode.
 
-    The first two sessions of recipes run side by side, and one would wait for the other's wheels.
-    The two processes of the tests would compile the same modules at the same time.
+    Two sessions of recipes run side by side, and one would wait for the wheels that the other one
+    builds. The two processes of the tests would compile the same modules at the same time.
     """
     session.install(*libraries)
+    # An isolated environment for each wheel takes longer than the wheel.
+    options = ["--no-build-isolation"] if "hatchling" in libraries else []
     for package in built_ahead:
-        # An environment for each of them would take longer than all wheels.
-        wheel(session, package, version, "--no-build-isolation")
+        wheel(session, package, version, *options)
     _share_bytecode(session, version)
     code = (
         "import contextlib, importlib, sys\n"
@@ -273,7 +274,9 @@ def _share_bytecode(session: nox.Session, version: str) -> None:
     """
     site = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
     for library in site.iterdir():
-        if not library.is_dir() or library.name.startswith("__"):
+        # pytest changes the code of its plugins, and names the files of the first environment in
+        # it. The kit tells its own files from those of others.
+        if not library.is_dir() or library.name.startswith(("__", "ottava_testing")):
             continue
         for folder, _, files in os.walk(library):
             cache = Path(folder) / "__pycache__"

@@ -70,20 +70,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
-    _seed_in_microseconds()
+    _seed_the_cpu_alone()
     ranks = sys.modules.get("tests.ranks")
     if ranks is not None and session.items and not session.config.option.collectonly:
         ranks.Forker.current()
 
 
-def _seed_in_microseconds() -> None:
-    """Without an accelerator ``torch.manual_seed`` sets the seed of the CPU alone.
+def _seed_the_cpu_alone() -> None:
+    """Replaces ``torch.manual_seed`` in a build of torch for CPUs.
 
-    It would also keep a stack trace for each kind of device that is not there, which takes two
+    torch's own keeps a stack trace for each kind of device that is not there, which takes two
     milliseconds.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is not None and not torch.accelerator.is_available():
+    # Whether the machine has a device is not asked: after that no fork could use one.
+    if torch is not None and torch.accelerator.current_accelerator() is None:
         torch.manual_seed = torch.default_generator.manual_seed
 
 

@@ -229,9 +229,11 @@ def _serve(connection: Connection) -> None:
         # FSDP2 asks for the machine's name.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         torch.set_num_threads(1)
-        # Every rank would look for the recipes in all packages, and import those it uses.
-        for recipe in ottava.list_recipes():
-            pkgutil.resolve_name(recipe.factory)
+        # Every rank would look for the recipes in all packages, and import those it uses. What
+        # fails here fails in the rank, too, which reports it.
+        with contextlib.suppress(Exception):
+            for recipe in ottava.list_recipes():
+                pkgutil.resolve_name(recipe.factory)
         while True:
             request = connection.recv()
             # The collector of a rank does not look at what it shares with this process.

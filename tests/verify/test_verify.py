@@ -294,7 +294,7 @@ def test_the_kinds_of_elements_and_the_error() -> None:
 
 
 def plain_finding(contract: Any, usage: Any, *made: torch.Tensor, x: torch.Tensor) -> Finding:
-    """The finding of one case, without a search for turns."""
+    """The finding of what was made of a matrix."""
     expected = resolve_contract(contract, usage=usage)
     return found_of(Case("x", x, Stored.of(*made)), expected)
 
@@ -666,6 +666,17 @@ def test_scales_in_tiles_are_decoded_in_rows(tmp_path: Path) -> None:
     tiled = checkpoint(tmp_path / "tiled", a__weight=data, a__weight_scale=tiles, **level)
     values = [quantized_tensors(path)[0].decode() for path in (rows, tiled)]
     assert_same(values[0], values[1])
+
+
+def test_scales_in_more_rows_than_the_tensor_has_are_decoded(tmp_path: Path) -> None:
+    data, scales = planted.mx(torch.randn(200, 64))
+    more = torch.nn.functional.pad(scales.view(torch.uint8), (0, 0, 0, 56)).view(scales.dtype)
+    exact = checkpoint(tmp_path / "exact", a__weight=data, a__weight_scale=scales)
+    padded = checkpoint(tmp_path / "padded", a__weight=data, a__weight_scale=more)
+    values = [quantized_tensors(path)[0].decode() for path in (exact, padded)]
+    assert_same(values[0], values[1])
+    (found,) = verify(exact, padded).findings
+    assert (found.status, found.error) == ("departs", 0.0)
 
 
 # The command.

@@ -58,7 +58,7 @@ struct NarrowStore {
 };
 
 // Rounds two magnitudes. The GPU's conversions give another NaN than numerics.h.
-struct BFloat16Pair {
+struct NarrowToBFloat16 {
     static OTTAVA_DEVICE uint32_t pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
         uint32_t both;
@@ -75,7 +75,7 @@ struct BFloat16Pair {
     }
 };
 
-struct HalfPair {
+struct NarrowToHalf {
     static OTTAVA_DEVICE uint32_t pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
         uint32_t both;
@@ -93,9 +93,9 @@ struct HalfPair {
 };
 
 template <>
-struct DecodedStore<BFloat16> : NarrowStore<BFloat16Pair> {};
+struct DecodedStore<BFloat16> : NarrowStore<NarrowToBFloat16> {};
 template <>
-struct DecodedStore<Float16> : NarrowStore<HalfPair> {};
+struct DecodedStore<Float16> : NarrowStore<NarrowToHalf> {};
 
 // Decodes a run of data with one scale.
 template <class Format, class Target>

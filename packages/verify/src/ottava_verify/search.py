@@ -183,11 +183,14 @@ class Cases(tuple[Case, ...]):
     another order, or a turn that is an option of another recipe.
     """
 
-    @cached_property
+    @property
     def probe(self) -> "Cases":
         """Some of many cases, by which explanations are compared first."""
-        step = -(-len(self) // _PROBED)
-        return Cases(self[::step]) if step > 1 else self
+        return self if len(self) <= _PROBED else self._some
+
+    @cached_property
+    def _some(self) -> "Cases":
+        return Cases(self[:: -(-len(self) // _PROBED)])
 
     @cached_property
     def _known(self) -> dict[object, Agreement | None]:

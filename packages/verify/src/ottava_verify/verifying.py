@@ -215,7 +215,7 @@ class _Search:
     @cached_property
     def of_whole(self) -> Cases:
         """The whole tensor, alone."""
-        return Cases([self.case])
+        return Cases([self.case]) if self.part.in_window else self.of_part
 
     @property
     def starts(self) -> list[Explanation]:

@@ -115,9 +115,9 @@ def differences(path: str, one: Any, other: Any) -> Iterator[tuple[str, tuple[ob
 
 
 def leaves(value: Any) -> list[object]:
-    """The words and numbers of a value."""
+    """The words and numbers of a dataclass, or of what it consists of."""
     if hasattr(value, "__dataclass_fields__"):
-        value = tuple(getattr(value, name) for name in value.__dataclass_fields__)
+        return [leaf for each in fields(value) for leaf in leaves(getattr(value, each.name))]
     if isinstance(value, tuple):
         return [leaf for entry in value for leaf in leaves(entry)]
     return [value]

@@ -126,9 +126,10 @@ class Grid:
         return places // side if side is not None else torch.zeros_like(places)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """The number of each element's block."""
+        """The number of each element's block; more numbers than blocks are left out."""
         (down, across), (height, width) = self.counts, self._sides
-        each = numbers[:, None, :, None].expand(down, height, across, width)
+        of_blocks = numbers[:down, :across][:, None, :, None]
+        each = of_blocks.expand(down, height, across, width)
         return each.reshape(down * height, across * width)[: self.shape[0], : self.shape[1]]
 
     def on(self, blocks: "Grid", numbers: Tensor) -> Tensor:
