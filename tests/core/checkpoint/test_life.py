@@ -3,6 +3,8 @@ old state or the new one, whole, or an error."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import shutil
@@ -47,9 +49,9 @@ def state(seed: int) -> dict[str, Any]:
 STATES = {seed: contents(state(seed)) for seed in range(6)}
 
 
-def interrupted(job: Callable[[], object], line: int | None) -> int:
-    """Run a job that Ctrl-C interrupts before a line of the checkpoint's code; the number of
-    lines."""
+def interrupted(job: Callable[[], object], line: int | None, folder: Path) -> int:
+    """Run a job in a folder that Ctrl-C interrupts before a line of the checkpoint's code; the
+    number of lines."""
     seen = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -70,11 +72,22 @@ def interrupted(job: Callable[[], object], line: int | None) -> int:
         assert line is not None
     finally:
         sys.settrace(before)
-        # An exception in the line of a with statement as its block ends keeps Python from leaving
-        # it. A signal would wait there, a trace function does not.
+        # An exception in the line of a with statement as its block ends, or in that which closes a
+        # descriptor, keeps Python from doing so. A signal would wait there, a trace function does
+        # not.
         torch.set_grad_enabled(True)
         signal.signal(signal.SIGINT, handler)
+        close_all(folder)
     return seen
+
+
+def close_all(folder: Path) -> None:
+    """Close the descriptors of files in a folder, and of the folders in it, which may be locked."""
+    gc.collect()
+    for entry in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").startswith(str(folder)):
+                os.close(int(entry))
 
 
 class Life(RuleBasedStateMachine):
@@ -117,7 +130,7 @@ class Life(RuleBasedStateMachine):
         """A line of a job: more often one of the last, where it writes."""
         key = (kind, getattr(job, "__qualname__", ""))
         if key not in self.lines:
-            self.lines[key] = interrupted(job, None)
+            self.lines[key] = interrupted(job, None, self.top)
         last = self.lines[key]
         return max(1, last - round(share * share * last))
 
@@ -138,7 +151,7 @@ class Life(RuleBasedStateMachine):
     @rule(kind=KINDS, seed=SEEDS, share=SHARES)
     def interrupted_save(self, kind: str, seed: int, share: float) -> None:
         line = self.line(kind, share, self.saving(kind, self.held[kind]))
-        interrupted(self.saving(kind, seed), line)
+        interrupted(self.saving(kind, seed), line, self.top)
         self.is_whole(kind, self.held[kind], seed)
 
     @rule(kind=KINDS, seed=SEEDS, name=CALLS, number=st.integers(1, 6))
@@ -162,7 +175,7 @@ class Life(RuleBasedStateMachine):
     def interrupted_load(self, kind: str, seed: int, share: float) -> None:
         line = self.line(kind, share, self.loading(kind, model(0)))
         target = model(seed)
-        interrupted(self.loading(kind, target), line)
+        interrupted(self.loading(kind, target), line, self.top)
         assert contents(target) in (STATES[seed], STATES[self.held[kind]])
 
 
