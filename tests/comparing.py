@@ -47,7 +47,7 @@ def assert_same(got: Any, expected: Any, inputs: Any = None, note: object = "") 
         f"{note}: got the shape {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
     )
     bits = _bits(mine), _bits(theirs)
-    # Almost always, and one operation tells.
+    # They are equal almost always, which one operation tells.
     if torch.equal(*bits):
         return
     differs = bits[0] != bits[1]

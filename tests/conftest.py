@@ -83,7 +83,7 @@ def _seed_the_cpu_alone() -> None:
     milliseconds.
     """
     torch: Any = sys.modules.get("torch")
-    # Whether the machine has a device is not asked: after that no fork could use one.
+    # To ask whether the machine has a device would keep forks of this process from using it.
     if torch is not None and torch.accelerator.current_accelerator() is None:
         torch.manual_seed = torch.default_generator.manual_seed
 

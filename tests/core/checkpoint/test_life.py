@@ -72,9 +72,9 @@ def interrupted(job: Callable[[], object], line: int | None, folder: Path) -> in
         assert line is not None
     finally:
         sys.settrace(before)
-        # An exception in the line of a with statement as its block ends, or in that which closes a
-        # descriptor, keeps Python from doing so. A signal would wait there, a trace function does
-        # not.
+        # An exception in the line that ends a with statement keeps Python from leaving it, and one
+        # in the line that closes a descriptor leaves it open. A signal would wait there, a trace
+        # function does not.
         torch.set_grad_enabled(True)
         signal.signal(signal.SIGINT, handler)
         close_all(folder)
@@ -82,7 +82,7 @@ def interrupted(job: Callable[[], object], line: int | None, folder: Path) -> in
 
 
 def close_all(folder: Path) -> None:
-    """Close the descriptors of files in a folder, and of the folders in it, which may be locked."""
+    """Close what this process still has open in a folder. An open folder may be locked."""
     gc.collect()
     for entry in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):

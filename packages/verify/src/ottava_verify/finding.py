@@ -154,7 +154,7 @@ _RANDOM = "elements go to either neighbour, as if rounded at random, not to the 
 
 
 def finding_of_function(
-    name: str, cases: Sequence[Case], expected: Named, others: Sequence[Named]
+    name: str, cases: Cases, expected: Named, others: Sequence[Named]
 ) -> Finding:
     """The finding of cases that should have the bytes of a contract.
 
@@ -163,7 +163,6 @@ def finding_of_function(
     Args:
         others: contracts that they may have instead.
     """
-    cases = Cases(cases)
     usual = Cases(case for case in cases if case.is_usual) or cases
     stated, known = [Explanation(expected)], [Explanation(each) for each in others]
     result = match(cases, stated, most_turns=0)

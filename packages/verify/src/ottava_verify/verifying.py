@@ -118,7 +118,7 @@ def verify_function(
     cases, errors, fails = cases_of(function, inputs, expected, as_numpy=as_numpy)
     if cases:
         others = [each for each in contracts_of_recipes() if each.usage == usage]
-        found = finding_of_function(title, cases, expected, others)
+        found = finding_of_function(title, Cases(cases), expected, others)
     else:
         found = Finding(title, "not compared", expected.name, expected.citation)
     if cases and fails:
